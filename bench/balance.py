@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from intarsia.cli.pipeline_model import TinyGPT
 from intarsia.pipeline import split
-from intarsia.pipeline.balance import blockpartition
+from intarsia.pipeline.balance import solver as blockpartition
 
 Costs = list[float]
 Cutter = Callable[[Costs, int], list[Costs]]

@@ -5,7 +5,7 @@
                              [--dtype float32|bfloat16] [--peer intarsia ...]
                              [--prompt 128] [--tokens 64] [--engines openvino] [--device cpu]
                              [--results FILE.json] [--limit 220] [--built FOLDER] [--builders FOLDER]
-                             [--turns]
+                             [--turns] [--bits 4|8]
 
 A Llama-like decoder with random weights. "prompt" is generation of one token; "tokens" what each
 further token adds, each the best of some rounds; "at its median" what a round in the middle gave. On a GPU
@@ -14,6 +14,10 @@ runs in a process of its own, which `--limit` ends, so its memory is its own: we
 where it needs the model. One peer comes after the other, or, with `--turns`, a round of each after the other:
 on a machine whose speed varies only that compares them. On a GPU all of these compile at once. With
 `--results` what was measured is kept, and a run that was stopped goes on with the peers that are missing.
+
+With `--bits` all linear layers are quantized, in 4 bits by groups of 128 inputs or in 8 bits by output.
+"intarsia" loads the packed weights; "eager", "torch.compile" and "intarsia-dense" compute with the float
+weights that these stand for; the builders of the others quantize those anew, to as many bits.
 
 onnxruntime-genai and OpenVINO GenAI run models that builders made, in `--built`; a peer that is not
 installed, or whose model cannot be built, is a line with the reason. Both may stand beside this package:
@@ -75,6 +79,67 @@ class Unavailable(Exception):
 
 
 def decoder(told: argparse.Namespace) -> Any:
+    """The model in float; the one that packed weights stand for, where there are such."""
+    if not told.bits:
+        return drawn(told)
+    model = packed(told)
+    for name, layer in list(model.named_modules()):
+        if hasattr(layer, "dequantized"):
+            dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            dense.weight = torch.nn.Parameter(layer.dequantized())
+            model.set_submodule(name, dense)
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    return model
+
+
+def packed(told: argparse.Namespace) -> Any:
+    """The model with packed weights."""
+    import intarsia
+
+    model = intarsia.load_pretrained(folder_of_packed(told)).to(told.device)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def folder_of_packed(told: argparse.Namespace) -> Path:
+    return Path(told.built) / f"{told.size}-{told.dtype}-{told.bits}-bits" / "packed"
+
+
+def write_packed(told: argparse.Namespace) -> None:
+    """A folder in the layout `pack-quantized` of compressed-tensors."""
+    from safetensors.torch import save_file
+
+    if (folder := folder_of_packed(told)).is_dir():
+        return
+    model, half = drawn(told), 2 ** (told.bits - 1)
+    tensors = {name: value.detach() for name, value in model.state_dict().items()}
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            weight = tensors.pop(f"{name}.weight").float()
+            groups = weight.unflatten(1, (-1, 128 if told.bits == 4 else weight.shape[1]))
+            scale = groups.abs().amax(-1) / (half - 0.5)
+            numbers = (groups / scale[..., None]).round().clamp(-half, half - 1).flatten(1).long() + half
+            words = (numbers.unflatten(1, (-1, 32 // told.bits)) << torch.arange(0, 32, told.bits)).sum(-1)
+            tensors[f"{name}.weight_packed"] = words.int()
+            tensors[f"{name}.weight_scale"] = scale.to(layer.weight.dtype)
+            tensors[f"{name}.weight_shape"] = torch.tensor(weight.shape)
+    group = {"strategy": "group", "group_size": 128} if told.bits == 4 else {"strategy": "channel"}
+    weights = {"num_bits": told.bits, "type": "int", "symmetric": True, **group}
+    model.config.quantization_config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
+    }
+    began = folder.with_name("unfinished")
+    began.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, began / "model.safetensors", {"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    (began / "config.json").write_text(json.dumps(model.config.to_dict()))
+    began.rename(folder)
+
+
+def drawn(told: argparse.Namespace) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     hidden, inner, layers, heads, shared, vocabulary = SIZES[told.size]
@@ -126,10 +191,10 @@ def torch_compile(told: argparse.Namespace) -> Generate:
     return run
 
 
-def ours(told: argparse.Namespace, precision: str | None = None) -> Generate:
+def ours(told: argparse.Namespace, precision: str | None = None, dense: bool = False) -> Generate:
     import intarsia
 
-    model, ids = decoder(told), prompt(told)
+    model, ids = packed(told) if told.bits and not dense else decoder(told), prompt(told)
     options: dict[str, Any] = {"engines": told.engines} if told.engines else {}
     if precision is not None:
         options |= {"precision": precision, "tolerance": told.tolerance, "examples": [ids]}
@@ -144,8 +209,9 @@ def ours(told: argparse.Namespace, precision: str | None = None) -> Generate:
 
 def onnxruntime_genai(told: argparse.Namespace) -> Generate:
     genai = installed("onnxruntime-genai")
-    kind = {"float32": "fp32", "bfloat16": "bf16"}[told.dtype]
+    kind = f"int{told.bits}" if told.bits else {"float32": "fp32", "bfloat16": "bf16"}[told.dtype]
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", kind, "-e", "cpu"]
+    builder += ["--extra_options", "int4_block_size=128"] if told.bits == 4 else []
     folder = built(told, "onnxruntime", lambda saved, folder: [*builder, "-i", saved, "-o", folder])
     model, ids = genai.Model(folder), prompt(told).to(torch.int32).numpy()
 
@@ -168,7 +234,9 @@ def openvino_genai(told: argparse.Namespace) -> Generate:
 
     genai = installed("openvino-genai")
     builder = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
-    builder += ["--task", "text-generation-with-past", "--weight-format", "fp32"]  # there is no bf16
+    builder += ["--task", "text-generation-with-past", "--weight-format"]
+    builder += [f"int{told.bits}" if told.bits else "fp32"]  # there is no bf16
+    builder += ["--group-size", "128", "--ratio", "1", "--sym"] if told.bits == 4 else []
     folder = built(told, "openvino", lambda saved, folder: [*builder, "-m", saved, folder])
     # As exact as the model: by itself it computes in bf16 where a processor can, and caches 8 bits.
     short = {"float32": "f32", "bfloat16": "bf16"}[told.dtype]
@@ -193,6 +261,7 @@ PEERS: dict[str, Callable[[argparse.Namespace], Generate]] = {
     "openvino-genai": openvino_genai,
     "onnxruntime-genai": onnxruntime_genai,
     "intarsia": ours,
+    "intarsia-dense": partial(ours, dense=True),
     "intarsia-int8": partial(ours, precision="int8-weights"),
     "intarsia-int4": partial(ours, precision="int4-weights"),
 }
@@ -207,7 +276,7 @@ def installed(package: str) -> Any:
 
 def built(told: argparse.Namespace, name: str, command: Callable[[str, str], list[str]]) -> str:
     """The folder of the model in another format, made by its builder where it is not there yet."""
-    where = Path(told.built) / f"{told.size}-{told.dtype}"
+    where = Path(told.built) / f"{told.size}-{told.dtype}{f'-{told.bits}-bits' if told.bits else ''}"
     folder, saved = where / name, where / "saved"
     if folder.is_dir():
         return str(folder)
@@ -377,7 +446,8 @@ def _is_known(package: str) -> bool:
 
 def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
     asked = f"{told.rows} rows, prompt {told.prompt}, {told.choice}"
-    made = Table(title=f"Llama-like, {told.size}, {told.dtype}, {told.device}, {asked}")
+    bits = f", weights in {told.bits} bits" if told.bits else ""
+    made = Table(title=f"Llama-like, {told.size}, {told.dtype}{bits}, {told.device}, {asked}")
     columns = ("peer", "prompt, tokens/s", "further tokens/s", "at its median", "ms a token", "kernels")
     columns += ("peak MiB", "equal tokens")
     for column in columns:
@@ -418,6 +488,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=list(PEERS), action="append")
     parser.add_argument("--size", choices=list(SIZES), nargs="+", default=["half"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--bits", type=int, choices=[4, 8], help="of all linear layers, which are packed")
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1], help="sequences at once, all in the figures"
     )
@@ -445,6 +516,9 @@ def main() -> None:
     if told.here:
         serve(told.here, cases[0])
         return
+    for case in cases:
+        if case.bits:
+            write_packed(case)
     file = Path(told.results) if told.results else None
     results: dict[str, dict[str, Any]] = (
         json.loads(file.read_text()) if file is not None and file.exists() else {}
@@ -469,7 +543,10 @@ def main() -> None:
 
 
 def key(told: argparse.Namespace) -> str:
-    return f"{told.size} {told.dtype} {told.device} {told.rows}x{told.prompt}+{told.tokens} {told.choice}"
+    bits = f" {told.bits} bits" if told.bits else ""
+    return (
+        f"{told.size} {told.dtype}{bits} {told.device} {told.rows}x{told.prompt}+{told.tokens} {told.choice}"
+    )
 
 
 if __name__ == "__main__":

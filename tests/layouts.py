@@ -84,6 +84,17 @@ class Compressed(nn.Module):
         return nn.functional.linear(x, (groups * self.weight_scale[:, :, None]).flatten(1))
 
 
+class Shifted(Compressed):
+    """int8 with a zero point of int8 for each row: their differences have 9 bits."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__(columns, rows, columns, 8)
+        self.register_buffer("zeros", torch.randint(-128, 128, (rows, 1), dtype=torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, (self.weight.float() - self.zeros.float()) * self.weight_scale)
+
+
 class Unsigned(nn.Module):
     """uint8 with one scale and one zero point for all, as early quantizers write it."""
 
@@ -125,6 +136,7 @@ LAYOUTS = {
     "compressed 4": lambda columns, rows: Compressed(columns, rows, 32, 4),
     "compressed 8": lambda columns, rows: Compressed(columns, rows, columns, 8),
     "compressed 8 in groups": lambda columns, rows: Compressed(columns, rows, 64, 8),
+    "compressed 8 with zeros": lambda columns, rows: Shifted(columns, rows),
     "unsigned 8": lambda columns, rows: Unsigned(columns, rows, nibbles=False),
     "unsigned 4": lambda columns, rows: Unsigned(columns, rows, nibbles=True),
 }

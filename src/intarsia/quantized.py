@@ -1,17 +1,21 @@
 """Weights in 4 or 8 bits as a graph holds them: the operators that read them, and how their bits lie.
 
-A weight of N rows and K columns is `(integers - zero) * scale`, with one scale and one zero for each group of
+A weight of N rows and K columns is `(integers - zero) * scale`, with a scale and a zero for each block of
 consecutive columns of a row:
 
-    weight   uint8, (N, K) in 8 bits; in 4 bits (N, K / 2), the even columns in the lower halves of the bytes
-    scale    (N, groups), in the dtype in which the model multiplies
-    zero     uint8, (N, groups); None stands for the middle of the range, 8 or 128
+    weight   uint8, (N, blocks, bytes of a block); in 4 bits even columns are the lower halves of bytes
+    scale    (N, blocks), in the dtype in which the model multiplies
+    zero     uint8, (N, blocks); None stands for the middle of the range, 8 or 128
 
-The operators are what the matcher of `lower/packing.py` puts into a graph, converters take, and PyTorch runs.
+Blocks have 16, 32, 64, 128 or 256 columns, as kernels want them, or are rows.
+
+The matcher of `lower/packing.py` puts the operators into a graph; converters take them, PyTorch runs them.
 They consist of operators of torch, so that compilers see through them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,14 +27,13 @@ def dequantized(
 ) -> torch.Tensor:
     """The numbers that a weight in few bits stands for, in the order of operations of all quantizers.
 
-    >>> weight, scale = torch.tensor([[0x98, 0x07]], dtype=torch.uint8), torch.tensor([[0.5]])
+    >>> weight, scale = torch.tensor([[[0x98, 0x07]]], dtype=torch.uint8), torch.tensor([[0.5]])
     >>> dequantized(weight, scale, None, 4, torch.float32)
     tensor([[ 0.0000,  0.5000, -0.5000, -4.0000]])
     """
     integers = torch.stack([weight & 15, weight >> 4], -1).flatten(-2) if bits == 4 else weight
-    groups = integers.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype)
     middle = 2 ** (bits - 1) if zero is None else zero.unsqueeze(-1).to(scale.dtype)
-    return ((groups - middle) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    return ((integers.to(scale.dtype) - middle) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def _linear(
@@ -53,8 +56,9 @@ def _embedding(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     zeros = None if zero is None else torch.embedding(zero, indices)
-    rows, scales = torch.embedding(weight, indices), torch.embedding(scale, indices)
-    return dequantized(rows, scales, zeros, bits, dtype)
+    rows, scales = torch.embedding(weight.flatten(1), indices), torch.embedding(scale, indices)
+    blocks = rows.reshape(*indices.shape, *weight.shape[1:])
+    return dequantized(blocks, scales, zeros, bits, dtype)
 
 
 torch.library.define(
@@ -74,5 +78,7 @@ EMBEDDING = torch.ops.intarsia.quantized_embedding.default
 
 def bits_of(node: fx.Node) -> int | None:
     """The bits of the weight that a node reads; None for one that reads no weight in few bits."""
-    place = {LINEAR: 5, EMBEDDING: 4}.get(node.target)  # type: ignore[call-overload]
-    return None if place is None else node.args[place]  # type: ignore[return-value]
+    if node.target not in (LINEAR, EMBEDDING):
+        return None
+    bits: Any = node.args[5 if node.target is LINEAR else 4]
+    return int(bits)

@@ -180,5 +180,5 @@ def test_everything_is_put_on_the_device_asked_for(tmp_path: Path) -> None:
         assert elsewhere(x.to("meta")).device.type == "meta"
     assert torch.equal(intarsia.load(tmp_path / "m", map_location={"cuda:0": "cpu"})(x), model(x))
     if not torch.cuda.is_available():
-        with pytest.raises(ArchiveError, match="map_location names 'cuda:0', and torch sees no CUDA device"):
+        with pytest.raises(ArchiveError, match="map_location names 'cuda:0', but there is no CUDA device"):
             intarsia.load(tmp_path / "m", map_location="cuda:0")

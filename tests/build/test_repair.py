@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.partition.graphs import Lgamma, equal, lower, refuse, run_pieces
 from torch import nn
 
+from intarsia.build.details import advise
 from intarsia.build.repair import MOST_BUILT, bisect_failure, repair
 from intarsia.graph.nodes import compute_nodes
 from intarsia.partition import PartitionOptions, SupportTable, dependency, extract
-from intarsia.partition.advice import advise
 
 ONE = PartitionOptions(min_block_size=1)
 
@@ -159,7 +159,7 @@ def test_repair_sends_a_rest_that_is_too_small_along() -> None:
     repaired.verify(gm)
     assert [s.engine for s in repaired.segments] == ["pytorch", "a"]
     assert repaired.segments[0].reasons[repaired.segments[0].nodes[0]] == {
-        "a": "its block has 2 ops, and min_block_size=3"
+        "a": "its segment has 2 ops, and min_block_size=3"
     }
 
 

@@ -9,7 +9,7 @@ import torch.fx.proxy
 from torch import fx, nn
 
 from intarsia.capture.export import capture
-from intarsia.capture.stack_traces import short_stack_traces
+from intarsia.capture.export_context import short_stack_traces
 from intarsia.graph.nodes import source_line
 
 

@@ -119,7 +119,7 @@ def test_a_small_model_is_not_measured_and_says_so(monkeypatch: pytest.MonkeyPat
     races = _races(monkeypatch, {})
     fast = intarsia.compile(Net(SMALL).eval(), (_x(SMALL),))
     assert not races.log
-    assert any("units of work, and measuring starts at" in note for note in fast.notes)
+    assert any("units of work; plans are measured from" in note for note in fast.notes)
     intarsia.compile(Net(SMALL).eval(), (_x(SMALL),), partition=Measured())
     assert races.log
 
@@ -244,7 +244,7 @@ def test_no_slow_engine_takes_part_in_the_usual_order(monkeypatch: pytest.Monkey
             return torch.linalg.svdvals(super().forward(x).float())  # which engines refuse
 
     fast = intarsia.compile(Sorted(SMALL).bfloat16().eval(), (_x(SMALL).bfloat16(),))
-    assert any("units of work, and measuring starts at" in note for note in fast.notes)
+    assert any("units of work; plans are measured from" in note for note in fast.notes)
     assert "pytorch" in fast.plan.engines and "inductor" not in fast.plan.engines
 
 

@@ -263,7 +263,7 @@ def test_errors_of_other_weights_are_not_remembered(
 
 
 def test_engines_that_are_named_and_not_tried_are_told(model: nn.Module) -> None:
-    with pytest.raises(InputError, match="onnxruntime-int8 computes in int8, and is measured within a tol"):
+    with pytest.raises(InputError, match="onnxruntime-int8 computes in int8, and is only measured within"):
         intarsia.compile(model, (X,), engines=["onnxruntime-int8"], partition=Measured(budget_s=3))
     asked: dict[str, Any] = {"tolerance": 0.02, "partition": Measured(budget_s=3)}
     told = intarsia.compile(model, (X,), engines=["onnxruntime-int8"], precision="bf16", **asked)

@@ -13,8 +13,8 @@ from torch import nn
 
 import intarsia
 from intarsia.choose.candidate import Built, Candidate, Workshop
+from intarsia.choose.findings import MeasuredPlan
 from intarsia.choose.measured import Measured
-from intarsia.choose.plan import MeasuredPlan
 from intarsia.engines import OnnxRuntime, Program
 from intarsia.network import Network
 

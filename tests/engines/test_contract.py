@@ -80,7 +80,7 @@ _MAY_NAME = (
     "cli/",  # what the command line offers and compares with
     "fuzz/draw.py",  # the line-ups that are drawn
     "archive/engines.py",  # until it asks for `version()`
-    "archive/file.py",  # the public option `save(inductor=...)`
+    "archive/files.py",  # the public option `save(inductor=...)`
     "backend/options.py",  # a message about torch.compile's own options
 )
 # Names and folders of torch itself.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests.layouts import LAYOUTS, Awq, Compressed, Gptq, Lookup
@@ -136,7 +138,7 @@ class _FloatZeros(Compressed):
 def test_a_weight_that_is_not_understood_is_named_in_the_plan() -> None:
     model, x = _FloatZeros(64, 32, 32, 4).eval(), torch.randn(3, 64)
     fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
-    assert "linear is not kept in few bits: its zero points are no integers" in " ".join(fast.notes)
+    assert "not kept in few bits are the weights of linear: its zero points are no integers" in fast.notes
     assert "in few bits on" not in str(fast.plan)
     torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
 
@@ -146,3 +148,53 @@ def test_float_weights_are_left_alone() -> None:
     lowered = _lowered(model, x)
     assert LINEAR not in [node.target for node in lowered.module.graph.nodes]
     assert lowered.notes == ()
+
+
+def test_float8_weights_are_named() -> None:
+    model, x = _torchao(torchao.Float8WeightOnlyConfig()), torch.randn(4, 128)
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    assert "matmul, matmul_1: its numbers are floats of 8 bits" in " ".join(fast.notes)
+    torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_file_and_new_weights(engine: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, other = (
+        nn.Sequential(Gptq(128, 64, 32, True), Compressed(64, 32, 64, 8)).eval() for _ in range(2)
+    )
+    x = torch.randn(3, 128)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    intarsia.save(fast, tmp_path / "model.intarsia")
+    again = intarsia.load(tmp_path / "model.intarsia")
+    assert f"weights in few bits on {engine}: 1 in 4 bits, 1 in 8 bits" in str(again.plan)
+    torch.testing.assert_close(again(x), model(x), rtol=2e-5, atol=2e-5)
+    for module in (fast, again):
+        module.refit(other)
+        torch.testing.assert_close(module(x), other(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_inductor_reads_them_in_their_bits() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Awq(128, 64, 32), Compressed(64, 32, 64, 8)).eval(), torch.randn(3, 128)
+    fast = intarsia.compile(model, (x,), engines=["inductor"], min_block_size=1)
+    assert "weights in few bits on inductor: 1 in 4 bits, 1 in 8 bits" in str(fast.plan)
+    torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_a_decoder_generates_the_same_tokens(engine: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=96, **sizes)).eval()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, Awq(child.in_features, child.out_features, 32))
+    ids = torch.randint(0, 96, (1, 7))
+    right = model.generate(ids, max_new_tokens=8, do_sample=False)
+    fast = intarsia.compile_generation(model, max_length=32, engines=[engine])
+    assert torch.equal(fast.generate(ids, max_new_tokens=8, do_sample=False), right)

@@ -58,6 +58,13 @@ class Scope:
         self.weights.append((name, f"torch.randn({sizes}generator=g) * 0.5"))
         return name
 
+    def integers(self, low: int, high: int, dtype: str, *shape: int) -> str:
+        """The name of a new buffer of integers of this shape."""
+        name = f"w{len(self.weights)}"
+        drawn = f"torch.randint({low}, {high}, {shape}, generator=g, dtype=torch.{dtype})"
+        self.weights.append((name, drawn))
+        return name
+
     def choose(self, *items: Any) -> Any:
         """One of these."""
         return self.dice.choice(items)
@@ -202,6 +209,30 @@ def linear(s: Scope) -> str:
     if s.choose(True, False):
         return f"F.linear({a}, {s.weight(out, wide)}, {s.weight(out)})"
     return f"{a} @ {s.weight(wide, out)}"
+
+
+def quantized(s: Scope) -> str:
+    """A product with a new weight in few bits, unpacked as libraries do it."""
+    a = s.pick(lambda x: x.dtype is torch.float32 and x.ndim >= 1)
+    wide, out, group = s.size(a, -1), s.choose(8, 16), s.choose(16, 32, 64)
+    kind = s.choose("rows", "behind", "halves", "words", "table")
+    if kind in ("rows", "behind"):
+        weight, scale = s.integers(-128, 128, "int8", out, wide), f"({s.weight(out)} * 0.02)"
+        product = f"{a} @ {weight}.float().t()"
+        return f"({product}) * {scale}" if kind == "behind" else f"F.linear({a}, {weight} * {scale}[:, None])"
+    x, count = f"({a} @ {s.weight(wide, 64)})", 64 // group
+    scale = f"({s.weight(out, count)} * 0.1)[:, :, None]"
+    if kind in ("halves", "table"):
+        weight, zero = s.integers(0, 256, "uint8", out, 32), s.integers(0, 16, "uint8", out, count)
+        numbers = f"torch.stack([{weight} & 15, {weight} >> 4], -1).view({out}, {count}, {group}).float()"
+        dense = f"((({numbers} - {zero}[:, :, None]) * {scale}).flatten(1))"
+        return f"F.linear({x}, {dense})" if kind == "halves" else f"F.embedding({x}.argmax(-1) % 8, {dense})"
+    weight, zero = s.integers(-(2**31), 2**31, "int32", 64, out // 8), s.integers(0, 16, "int32", out, count)
+    shifts = f"(torch.tensor({s.choose([0, 1, 2, 3, 4, 5, 6, 7], [0, 4, 1, 5, 2, 6, 3, 7])}) * 4)"
+    numbers = f"(({weight}[:, :, None] >> {shifts}) & 15).view(64, {out}).t()"
+    grouped = f"({numbers}.reshape({out}, {count}, {group}) - {zero}[:, :, None])"
+    order = s.choose("", "[:, torch.arange(63, -1, -1)]", "[:, torch.arange(64).view(2, 32).t().flatten()]")
+    return f"{x} @ ({grouped} * {scale}).flatten(1){order}.t()"
 
 
 def norm(s: Scope) -> str:

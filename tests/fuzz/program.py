@@ -51,7 +51,7 @@ class Program:
         lines = ["import torch", "import torch.nn.functional as F", "from torch import nn", "", ""]
         lines += ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
         lines += ["        g, n = torch.Generator().manual_seed(7), 3"]
-        lines += [f"        self.{w.name} = nn.Parameter({w.expression})" for w in self.parameters]
+        lines += [f"        {_registered(w)}" for w in self.parameters]
         lines += [f"        self.register_buffer({b.name!r}, {b.expression})" for b in self.buffers]
         taken, unpacked, call = _containers([x.name for x in self.inputs], self.container)
         lines += ["", f"    def forward({', '.join(['self', *taken])}):", *(f"        {s}" for s in unpacked)]
@@ -87,6 +87,12 @@ class Program:
         for name in dict.fromkeys(_NAME.findall(self.result)):
             if self.result != name:
                 yield replace(self, result=name)
+
+
+def _registered(weight: Value) -> str:
+    if weight.expression.startswith("torch.randint"):
+        return f"self.register_buffer({weight.name!r}, {weight.expression})"
+    return f"self.{weight.name} = nn.Parameter({weight.expression})"
 
 
 def _containers(names: list[str], container: str | None) -> tuple[list[str], list[str], str]:

@@ -15,7 +15,6 @@ from intarsia.errors import LoweringError
 from intarsia.lower import lower
 from intarsia.lower.decompositions import (
     composite_names,
-    decomposed,
     decomposition_table,
     overloads_of,
     register_decomposition,
@@ -23,6 +22,7 @@ from intarsia.lower.decompositions import (
     torch_enabled_decompositions,
     unregister_decomposition,
 )
+from intarsia.lower.retrace import decomposed
 
 aten = torch.ops.aten
 

@@ -43,7 +43,7 @@ def test_views_are_nothing_and_small_ops_are_one() -> None:
     gm = lower(Ops(lambda x: x.view(-1).sin()), (torch.rand(2, 2),))
     view, sin = compute_nodes(gm.graph)
     assert work(view) == 0 and work(sin) == pytest.approx(1, abs=1e-4)
-    assert too_small([sin], 2) == "its block has 1 op, and min_block_size=2"
+    assert too_small([sin], 2) == "its segment has 1 op, and min_block_size=2"
     assert too_small([sin, view], 2) is None
 
 

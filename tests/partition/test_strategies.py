@@ -105,7 +105,7 @@ def test_a_large_product_is_worth_an_engine_and_five_small_relus_are_not() -> No
     gm = lower(Ops(lambda x: x.relu().neg().relu().neg().relu()), (X,))
     plan = dependency(gm, refuse(gm))
     assert on_engines(plan) == 0
-    assert "its block of 5 ops has 5.0 units of work, and an engine pays from 6" in str(plan)
+    assert "its segment of 5 ops has 5.0 units of work; an engine is used from 6" in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def mesh_refusals(folder):
         def boom(*_):
             raise ValueError("boom")
 
-        handle = pipe.modules[0].register_forward_pre_hook(boom)
+        handle = pipe[0].register_forward_pre_hook(boom)
     error, words = (ValueError, "boom") if handle else (PipelineError, "rank 3 failed with ValueError")
     with pytest.raises(error, match=words):
         pipe.step(x, target=target)
@@ -184,7 +184,7 @@ def dies(victim="1"):
     pipe = parts.distributed("1F1B", 4, loss_fn=loss_of)
     pipe.step(x, target=torch.arange(8))
     if dist.get_rank() == victim:
-        pipe.modules[0].register_forward_pre_hook(lambda *_: os._exit(9))
+        pipe[0].register_forward_pre_hook(lambda *_: os._exit(9))
     begin = time.monotonic()
     with pytest.raises(PipelineError, match=rf"lost rank {victim} in the middle of a step"):
         pipe.step(x, target=torch.arange(8))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline.split import split
 
 
@@ -231,3 +231,24 @@ def agreements():
         with pytest.raises(PartitionError, match="checkpoint"):
             stages.distributed("1F1B", 2, checkpoint=wrong)
     print("agreements ok", flush=True)
+
+
+def as_module():
+    """What a training loop does with a module, it does with a rank's part of a pipeline."""
+    pipe = piped(layers())
+    x, target = batch(1)
+    pipe.step(x, target=target)
+    mine = [("a", "b"), ("c", "d")][dist.get_rank()]
+    names = [name for name, _ in pipe.named_parameters()]
+    assert isinstance(pipe, nn.Module)
+    assert names == list(pipe.state_dict()) == [f"{n}.{kind}" for n in mine for kind in ("weight", "bias")]
+    assert next(pipe.named_parameters(prefix="x"))[0] == f"x.{mine[0]}.weight"
+    assert len(nn.utils.parameters_to_vector(pipe.parameters())) == 40
+    assert pipe.train() is pipe and pipe.training and not pipe.eval().training
+    with pytest.raises((InputError, PipelineError), match="cut in training mode"):
+        pipe.infer(x)
+    pipe.train().zero_grad()
+    assert all(p.grad is None for p in pipe.parameters())
+    with pytest.raises(PartitionError, match=r"is not called: use step\(...\), or infer"):
+        pipe(x)
+    print("as_module ok", flush=True)

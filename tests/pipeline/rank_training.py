@@ -24,7 +24,7 @@ from intarsia.pipeline.split import split
 
 
 def check_gradients(pipe, want, where):
-    for module in pipe.modules:
+    for module in pipe:
         for n, p in module.named_parameters(remove_duplicate=False):
             if want[n] is not None:
                 close(p.grad, want[n], f"{where} {n}")
@@ -192,10 +192,8 @@ def recomputing(name="resnet", *only):
             with saved_tensors_hooks(saved.pack, lambda t: t):
                 pipe.step(*args, target=target, **kwargs)
             kept[str(checkpoint)] = saved.peak
-            found[str(checkpoint)] = {
-                n: g.clone() for n, g in gradients(pipe.modules).items() if g is not None
-            }
-            buffers[str(checkpoint)] = copy.deepcopy(dict(pipe.modules.named_buffers()))
+            found[str(checkpoint)] = {n: g.clone() for n, g in gradients(pipe).items() if g is not None}
+            buffers[str(checkpoint)] = copy.deepcopy(dict(pipe.named_buffers()))
         for other in ("True", "[0]"):
             for n, g in found["False"].items():
                 close(found[other][n], g, f"{schedule} {other} {n}")
@@ -215,7 +213,7 @@ def raises():
         pipe = parts.distributed(schedule, 4, loss_fn=loss_of)
         for failing in (0, 1):
             for when in ("forward", "backward"):
-                part, calls = pipe.modules[0], []
+                part, calls = pipe[0], []
 
                 def boom(*_, calls=calls, when=when):
                     calls.append(1)

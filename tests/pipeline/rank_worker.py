@@ -71,7 +71,7 @@ def same_as_plain(name, *only):
             )
             for got, want in zip(pytree.tree_leaves(result.output), want_out, strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-        for module in pipe.modules:
+        for module in pipe:
             for n, p in module.named_parameters(remove_duplicate=False):
                 if grads[n] is None:
                     assert p.grad is None or not p.grad.any(), n
@@ -81,7 +81,7 @@ def same_as_plain(name, *only):
         pipe.step(*args, target=target, **kwargs)
         assert next(pipe.parameters()) is next(p for _, p in pipe.named_parameters())  # as nn.Module's do
         for p in pipe.parameters():
-            n = next(n for m in pipe.modules for n, q in m.named_parameters() if q is p)
+            n = next(n for m in pipe for n, q in m.named_parameters() if q is p)
             if grads[n] is not None:
                 torch.testing.assert_close(p.grad, 2 * grads[n], rtol=1e-4, atol=2e-6)
         check_inference(pipe, whole, args, kwargs, schedule)
@@ -197,7 +197,7 @@ def odd():
             assert torch.equal(result.output["ids"], ids)
             assert result.output["loss"].shape == (4,)
             torch.testing.assert_close(result.loss, loss_fn(whole(ids, mask, scale)))
-        for module in pipe.modules:
+        for module in pipe:
             for n, p in module.named_parameters():
                 if grads[n] is not None:
                     close(p.grad, grads[n], f"{schedule} {n}")

@@ -38,7 +38,7 @@ def run(folder: Path, steps: int, victim: int) -> None:
         begin = int(saved.name)
     for step in range(begin, steps):
         if first_life and step == steps // 2 and dist.get_rank() == victim:
-            pipe.modules[0].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            pipe[0].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         pipe.zero_grad()
         x = batch(step)
         result = pipe.step(x, target=x)

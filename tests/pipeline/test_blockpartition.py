@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intarsia.pipeline.balance import blockpartition
+from intarsia.pipeline.balance import solver as blockpartition
 from intarsia.pipeline.balance.solver import balance_stages
 
 CHECK = settings(deadline=None, max_examples=150)

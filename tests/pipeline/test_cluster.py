@@ -16,10 +16,9 @@ from torch import nn
 from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.plan.cluster import Cluster
-from intarsia.pipeline.plan.layers import LayerLine, merge
 from intarsia.pipeline.plan.search import search, simulate_layout
 from intarsia.pipeline.plan.simulate import StageTable, end_times, peak_memory, simulate
-from intarsia.pipeline.plan.space import Layout, Space, near_memory, near_seconds
+from intarsia.pipeline.plan.space import LayerLine, Layout, Space, merge, near_memory, near_seconds
 from intarsia.pipeline.planner import plan_pipeline
 from intarsia.pipeline.schedules import SCHEDULES, Action, Slot, schedule, slot_table
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing, checkpoint, is_checkpointing, is_recomputing
-from intarsia.pipeline.gpipe.copy import Copy, Wait
-from intarsia.pipeline.gpipe.dependency import Fork, Join, fork, join
+from intarsia.pipeline.gpipe.dependency import Fork, Join, fork, get_phony, join
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.phony import get_phony
 from intarsia.pipeline.gpipe.stream import (
+    Copy,
     CPUStream,
+    Wait,
     current_stream,
     default_stream,
     get_device,

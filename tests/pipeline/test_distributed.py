@@ -60,6 +60,7 @@ def ranks(tmp_path_factory) -> list[tuple[int, str]]:
         "rank_training.clipping",
         f"rank_training.checkpoints:{folder / 'saved'}",
         f"rank_states.optimizers:{folder / 'optimizers'}",
+        "rank_states.as_module",
         "rank_states.norms",
         "rank_states.overflows",
         "rank_states.unused",
@@ -126,7 +127,9 @@ def test_clipping_and_checkpoints(ranks):
 
 
 def test_what_training_keeps_is_the_plain_loops(ranks):
-    assert_passed(ranks, "optimizers ok", "norms ok", "overflows ok", "unused ok", "agreements ok")
+    assert_passed(
+        ranks, "optimizers ok", "as_module ok", "norms ok", "overflows ok", "unused ok", "agreements ok"
+    )
 
 
 def test_batches_of_any_size_and_place_and_a_scaler(ranks):

@@ -11,8 +11,15 @@ from torch import nn
 
 from intarsia.pipeline import GPipe, keyed_random, pop, skippable, stash
 from intarsia.pipeline.balance import balance_by_size, balance_by_time
-from intarsia.pipeline.gpipe.copy import Copy, Wait
-from intarsia.pipeline.gpipe.stream import CPUStream, current_stream, get_device, new_stream, use_stream
+from intarsia.pipeline.gpipe.stream import (
+    Copy,
+    CPUStream,
+    Wait,
+    current_stream,
+    get_device,
+    new_stream,
+    use_stream,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from torch import nn
 from intarsia.errors import CaptureError, InputError, PartitionError
 from intarsia.pipeline.split import split
 from intarsia.pipeline.stages.profile import DeviceSpeed
-from intarsia.pipeline.stages.shards import INDEX
+from intarsia.pipeline.stages.weights import INDEX
 
 
 class Table(nn.Module):

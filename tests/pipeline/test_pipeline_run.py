@@ -19,10 +19,9 @@ from pipeline_compare import ends, threads_end
 from torch import nn
 
 from intarsia.pipeline import GPipe
-from intarsia.pipeline.gpipe.cores import shared_cores
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.pipeline import Pipeline, clock_cycles
-from intarsia.pipeline.gpipe.worker import StageThreads, Task, lend_workers
+from intarsia.pipeline.gpipe.worker import StageThreads, Task, lend_workers, shared_cores
 
 
 def test_clock_cycles():

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import PartitionError
 from intarsia.pipeline import keyed_random
 from intarsia.pipeline.split import split
-from intarsia.pipeline.stages.recompute import module_names
+from intarsia.pipeline.stages.program import module_names
 
 
 def loss_of(output):

@@ -14,9 +14,15 @@ from intarsia.pipeline.gpipe.checkpoint import enable_checkpointing, enable_reco
 from intarsia.pipeline.gpipe.dependency import fork, join
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
-from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
-from intarsia.pipeline.gpipe.skip.portal import Portal, PortalBlue, PortalCopy, PortalOrange
-from intarsia.pipeline.gpipe.skip.portal_tracker import SkipTrackerThroughPortals, SkipTrackerThroughPotals
+from intarsia.pipeline.gpipe.skip.portal import (
+    Portal,
+    PortalBlue,
+    PortalCopy,
+    PortalOrange,
+    SkipTrackerThroughPortals,
+    SkipTrackerThroughPotals,
+)
+from intarsia.pipeline.gpipe.skip.skippable import SkipLayout, inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
 
 

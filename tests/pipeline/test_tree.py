@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from intarsia.errors import CaptureError, InputError, PartitionError
-from intarsia.pipeline.distributed.loss import mean_inside
 from intarsia.pipeline.split import split
+from intarsia.pipeline.stages.behaviour import mean_inside
 
 
 class Moody(nn.Module):
@@ -218,7 +218,7 @@ def test_numbers_that_mean_nothing_are_refused():
     for options, sentence in (
         ({"slack": -1.0}, "slack=-1.0 must be 0 or more"),
         ({"in_flight": 0}, "in_flight=0 must be 1 or more"),
-        ({"cuts": "1"}, "cuts='1' is one place"),
+        ({"cuts": "1"}, "cuts='1' is a single cut"),
     ):
         with pytest.raises(PartitionError, match=sentence):
             split(model, (x,), **options)

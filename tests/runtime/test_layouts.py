@@ -144,9 +144,9 @@ def test_laying_out_gives_the_layout_and_the_same_numbers(order: list[int], size
 
 
 def test_what_is_no_layout_or_view_in_a_file_is_refused() -> None:
-    with pytest.raises(ArchiveError, match="axes in the order \\(0, 0\\), which is none"):
+    with pytest.raises(ArchiveError, match="the order of axes \\(0, 0\\), which is invalid"):
         layouts_from_json({"orders": [None, [0, 0]], "images": [], "others": []}, 1)
-    with pytest.raises(ArchiveError, match="-1 is not a place"):
+    with pytest.raises(ArchiveError, match="-1 is not the number"):
         layouts_from_json({"orders": [[-1, 0]], "images": [], "others": []}, 1)
     with pytest.raises(ArchiveError, match="results follow input 1, and there are 1"):
         layouts_from_json({"orders": [], "images": [[1, True]], "others": []}, 1)

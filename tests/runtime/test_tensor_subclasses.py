@@ -160,7 +160,7 @@ def test_a_subclass_nobody_knows_runs_as_it_is_and_the_rest_is_compiled() -> Non
     model = nn.Sequential(_WithDoubled(), quantized("Int8WeightOnlyConfig")).eval()
     fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1)
     assert list(fast.parts) == ["1"]
-    assert any("0.weight is a _Doubled, a subclass of Tensor that has no" in note for note in fast.notes)
+    assert any("0.weight is a _Doubled, a subclass of Tensor without" in note for note in fast.notes)
     torch.testing.assert_close(fast(X), model(X).detach(), rtol=1e-4, atol=1e-5)
 
 

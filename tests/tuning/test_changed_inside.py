@@ -194,7 +194,7 @@ def test_others_may_ask_what_forward_takes_and_export_it() -> None:
 def test_a_copy_runs_as_it_is() -> None:
     model = _Scaled().eval()
     with intarsia.tune(model, lambda: model(X), only_if_faster=False, rounds=1):
-        with pytest.warns(UserWarning, match="a copy of _Scaled runs as it is, not compiled"):
+        with pytest.warns(UserWarning, match="a copy of _Scaled is not compiled"):
             copied = copy.deepcopy(model)
         before = model(X)
         torch.testing.assert_close(copied(X), before)

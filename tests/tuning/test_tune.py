@@ -187,7 +187,7 @@ def test_a_with_block_restores() -> None:
         (nn.Linear(2, 2), lambda: 0, {}, "the call used none of the 1 modules"),
         (nn.Linear(2, 2), "no function", {}, "call must be a function"),
         (nn.Linear(2, 2), lambda: 0, {"engine": "x"}, "no option 'engine'; near is 'engines'"),
-        (nn.Linear(2, 2), lambda: 0, {"fallback": "eager"}, "finds fallback by itself"),
+        (nn.Linear(2, 2), lambda: 0, {"fallback": "eager"}, "fallback is not an option of tune"),
     ],
 )
 def test_wrong_uses_are_told(target: Any, call: Any, options: dict[str, Any], told: str) -> None:

@@ -22,7 +22,7 @@ import threading
 import weakref
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
@@ -252,20 +252,35 @@ class _File(io.RawIOBase):
         return data
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
-    def refuse(name: str) -> Any:
-        raise ArchiveError(f"its manifest holds the number {name}")
+def strict_json(text: bytes, advice: str = "") -> Any:
+    """JSON without what its readers take in different ways; ValueError, in a clause, for any other text.
+
+    The `advice` is for numbers that JSON lacks.
+
+    >>> strict_json(b'{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    ...
+    ValueError: a name occurs twice in an object
+    """
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a number in JSON{advice}")
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            raise ArchiveError("its manifest has a duplicate name")
+            raise ValueError("a name occurs twice in an object")
         return table
 
     try:
-        value = json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)
     except RecursionError as error:
-        raise ArchiveError("its manifest is nested too deeply") from error
+        raise ValueError("it is nested too deeply") from error
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        value = strict_json(text)
     except ValueError as error:
         raise ArchiveError(f"its manifest is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -13,12 +13,10 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.fast_path import fast_paths_traced
+from intarsia.capture.export_context import fast_paths_traced, kept_messages, short_stack_traces
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import is_cache, opening
 from intarsia.capture.protect import evaluating
-from intarsia.capture.quiet import kept_messages
-from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 from intarsia.plain_tensors import is_opaque
 

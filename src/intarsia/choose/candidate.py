@@ -18,9 +18,8 @@ from intarsia.build.builder import Builder, BuildSettings, Timed
 from intarsia.build.faithful import Example
 from intarsia.cache.machine import digest
 from intarsia.capture.example import Call
-from intarsia.choose.findings import Trial
+from intarsia.choose.findings import MOVED, Trial
 from intarsia.choose.measured import Measured
-from intarsia.choose.plan import MOVED
 from intarsia.engines import Engine, Program, Workload
 from intarsia.graph.nodes import is_control_flow, uses_gpu
 from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable

@@ -17,11 +17,10 @@ from intarsia.choose.candidate import (
     with_other_options,
     without_patterns,
 )
-from intarsia.choose.findings import Findings, winner
+from intarsia.choose.findings import Findings, measured_plan, winner
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory, contents, key_of
 from intarsia.choose.mixes import mix, shortened
-from intarsia.choose.plan import measured_plan
 from intarsia.choose.race import Progress
 from intarsia.choose.search import Search
 from intarsia.engines import Engine

@@ -86,7 +86,7 @@ def too_small_to_measure(module: fx.GraphModule) -> str | None:
     if total >= LEAST_WORK:
         return None
     return (
-        f"plans were not measured: the model has {total:.0f} units of work, and measuring starts at"
+        f"plans were not measured: the model has {total:.0f} units of work; plans are measured from"
         f" {LEAST_WORK:g}; partition=Measured() measures it"
     )
 

@@ -48,6 +48,13 @@ Imports = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Full = Annotated[bool, typer.Option(help="Use the published size of an architecture, not a small one.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="float32|float16|bfloat16",
+        help="The dtype of a Hugging Face folder; packed weights stay packed.",
+    ),
+]
 Engines = Annotated[str | None, typer.Option(help="Engines to use, separated by commas.")]
 Budget = Annotated[
     float | None, typer.Option(help="Seconds to spend on measuring plans.", min=0.1, metavar="SECONDS")
@@ -71,6 +78,8 @@ Choices = Annotated[
     ),
 ]
 
+_LISTS = ("torch_executed_ops", "torch_executed_modules", "backend_priority")  # names, separated by commas
+
 
 def compile_options(
     engines: str | None = None, budget: float | None = None, choices: Sequence[str] | None = None
@@ -79,6 +88,8 @@ def compile_options(
 
     >>> compile_options("onnxruntime, pytorch", None, ["min_block_size=1", "partition=greedy"])
     {'min_block_size': 1, 'partition': 'greedy', 'engines': ['onnxruntime', 'pytorch']}
+    >>> compile_options(choices=["torch_executed_ops=aten::gelu,aten::relu"])
+    {'torch_executed_ops': ['aten::gelu', 'aten::relu']}
     """
     from intarsia.choose import Measured
     from intarsia.options import CompileOptions
@@ -88,7 +99,9 @@ def compile_options(
         name, equals, value = choice.partition("=")
         if not equals:
             raise InputError(f"-O {choice} is not of the form NAME=VALUE")
-        options[name.replace("-", "_")] = _value(value)
+        name, found = name.replace("-", "_"), _value(value)
+        is_list = name in _LISTS and isinstance(found, str)
+        options[name] = [item.strip() for item in value.split(",")] if is_list else found
     if engines is not None:
         options["engines"] = [name.strip() for name in engines.split(",") if name.strip()]
     if budget is not None:

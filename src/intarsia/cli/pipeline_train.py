@@ -109,7 +109,7 @@ def _largest_difference(pipe: DistributedPipeline, plain: nn.Module, job: Job, b
     torch.autograd.backward(job.loss(plain(*batch.args, **batch.kwargs), batch.target))
     expected = {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False)}
     worst = 0.0
-    for module in pipe.modules:
+    for module in pipe:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             gradient, wanted = parameter.grad, expected[name]
             assert gradient is not None and wanted is not None

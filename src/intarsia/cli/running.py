@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Run a compiled file once, print a summary of its outputs, and time it."""
     from intarsia.serve.interface import load_interface
-    from intarsia.serve.run import drawn, read, summary, write
+    from intarsia.serve.payload import drawn, read, summary, write
     from intarsia.timing import race
 
     check_writable(outputs)

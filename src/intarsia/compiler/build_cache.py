@@ -29,9 +29,8 @@ from intarsia.build.faithful import Example
 from intarsia.cache.machine import digest, machine_key, package_version, processor_features
 from intarsia.cache.store import Shelf, cache_directory
 from intarsia.capture.annotate import wanted_engine
-from intarsia.choose.findings import Findings
+from intarsia.choose.findings import Findings, MeasuredPlan, measured_plan
 from intarsia.choose.memory import argument_text
-from intarsia.choose.plan import MeasuredPlan, measured_plan
 from intarsia.convert import registry
 from intarsia.engines import Engine
 from intarsia.errors import ArchiveError, IntarsiaError

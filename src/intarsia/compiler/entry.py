@@ -1,7 +1,8 @@
 """One compile, from the outside: the job, and what the user gets where it cannot be done.
 
 A model that cannot be captured as a whole is compiled in parts, each by a job of its own. An error that is
-not the user's leaves the model as it is, with a warning.
+not the user's leaves the model as it is, with a warning. A model in training mode is compiled as it is in
+evaluation; where that answers differently, a warning says so.
 """
 
 from __future__ import annotations
@@ -9,23 +10,27 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from intarsia.capture.device import device_of
 from intarsia.capture.example import Call, copied_call
 from intarsia.capture.export import capture
 from intarsia.capture.input import check_call, resolve_call
+from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import kept_random_state, shared_copy
+from intarsia.compare import disagreement
 from intarsia.compiler.job import CompileJob, Request, prepare
 from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
-from intarsia.compiler.training import training_difference
 from intarsia.errors import (
     CaptureError,
     DifferenceWarning,
@@ -206,4 +211,45 @@ def internal_error(error: Exception) -> InternalError:
 def model_as_it_is(model: nn.Module | ExportedProgram, reason: str) -> PartlyCompiled:
     """The model itself, run in PyTorch as in evaluation, with the plan and the notes of a compiled module."""
     module = model.module() if isinstance(model, ExportedProgram) else model
-    return PartlyCompiled(shared_copy(module), {}, [f"all of it runs as it is, in PyTorch: {reason}"], reason)
+    notes = [f"all of it runs as it is, in PyTorch: {reason}"]
+    return PartlyCompiled(shared_copy(module), {}, notes, reason, module)
+
+
+# Modules that ask for the mode themselves, to name them; whether the answers differ is tried.
+_ASKING = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU, nn.RNNBase)
+
+
+def training_difference(model: Any, call: Call) -> str | None:
+    """How a model in training mode answers the example otherwise than in evaluation; None if it does not."""
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        return None
+    if not any(module.training for module in model.modules()):
+        return None
+    try:
+        evaluated = _answer(model, call, training=False)
+    except Exception:  # the model fails on the example, which its compile has said
+        return None
+    try:
+        mismatch = disagreement(_answer(model, call, training=True), evaluated)
+        difference = None if mismatch is None else mismatch.replace("PyTorch", "evaluation")
+    except Exception as error:
+        difference = f"it fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if difference is None:
+        return None
+    kinds = Counter(type(m).__name__ for m in model.modules() if m.training and isinstance(m, _ASKING))
+    names = f" ({', '.join(f'{name} x{count}' for name, count in kinds.items())})" if kinds else ""
+    return (
+        f"the model is in training mode{names}; the compiled module computes what it does in evaluation. In"
+        f" training, {difference}. Call model.eval() before you compile it"
+    )
+
+
+def _answer(model: nn.Module, call: Call, *, training: bool) -> list[Any]:
+    args, kwargs = copied_call(call)
+    copy = shared_copy(model)  # what was compiled of the model notices writes to its buffers
+    for twin, module in zip(copy.modules(), model.modules(), strict=True):
+        twin.training = module.training and training
+        twin._buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        leaves = pytree.tree_leaves(open_objects(copy(*args, **kwargs)))
+        return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -50,8 +50,8 @@ from intarsia.capture.protect import initialized, undisturbed
 from intarsia.capture.run_effects import Effect, settled, watched
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
+from intarsia.choose.findings import EAGER
 from intarsia.choose.measured import Measured, is_measuring, refuse_short_engines, too_small_to_measure
-from intarsia.choose.plan import EAGER
 from intarsia.compiler.assembler import Assembler
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.refit import Refit, as_before
@@ -171,7 +171,8 @@ class CompileJob:
             compiled = self.choose(graph, support, support.measured)
         verified = self.verify(captured, graph, support, compiled)
         seconds, plan = time.perf_counter() - self.request.began, verified.plan
-        LOG.info("compiled in %.2f s: %d segments on %s", seconds, len(plan), ", ".join(plan.engines))
+        segments = f"{len(plan)} segment{'s' * (len(plan) != 1)}"
+        LOG.info("compiled in %.2f s: %s on %s", seconds, segments, ", ".join(plan.engines))
         if verified is compiled:
             self.store(cache, graph, compiled)
         return self.finish(graph, verified)

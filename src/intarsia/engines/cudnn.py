@@ -18,10 +18,9 @@ from intarsia.graph.nodes import is_control_flow
 class CuDNN(GraphEngine):
     """Runs a piece operator by operator after rewriting it.
 
-    `rewrites` names the rewrites, in that order; None makes those that are measured to pay on this GPU.
-
-    Batch norms are folded, convolutions fused with the addition and relu behind them, images laid out in
-    channels_last. It pays for convolutional networks in half precision, inside a CUDA graph.
+    `rewrites` are the names of rewrites, in order. By default, those that are faster on this GPU are applied.
+    Batch norms are folded, convolutions are fused with the addition and relu after them, and images are in
+    channels_last. It is made for convolutional networks in half precision.
     """
 
     rewrites: tuple[str, ...] | None = None

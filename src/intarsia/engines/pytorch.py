@@ -19,7 +19,7 @@ from intarsia.engines.graph_rewrites import (
 
 @dataclass(frozen=True)
 class PyTorch(GraphEngine):
-    """Runs a piece operator by operator, after the `rewrites` that are named (see `graph_rewrites`).
+    """Runs a piece operator by operator, after the given `rewrites` (see `graph_rewrites`).
 
     >>> PyTorch().unavailable() is None
     True

@@ -16,8 +16,8 @@ from intarsia.runtime.partly import PartlyCompiled
 class Generation:
     """A model whose `generate` runs compiled programs; `restore()`, or the end of a `with` block, undoes it.
 
-    `model` is the very model that was given, with another `forward` in its place. `generate(...)` is its own.
-    `error` is the largest error of logits that was seen when it was made, as a share of the largest logit.
+    `model` is your model with another `forward`. Its `generate(...)` is unchanged. `error` is the largest
+    error of the logits in the comparison after the compile, as a share of the largest logit.
     """
 
     model: nn.Module

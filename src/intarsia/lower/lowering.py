@@ -14,17 +14,13 @@ from torch.export import ExportedProgram
 from intarsia.errors import LoweringError
 from intarsia.lower import fourier  # noqa: F401  (their rules are found in the table)
 from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
-from intarsia.lower.decompositions import (
-    composites_of,
-    decomposed,
-    decomposition_table,
-    registered_decompositions,
-)
+from intarsia.lower.decompositions import composites_of, decomposition_table, registered_decompositions
 from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered, note_replaced
 from intarsia.lower.output_views import output_layouts, output_views
 from intarsia.lower.passes import run_passes
 from intarsia.lower.purity import alias_of, may_copy, written_arguments
+from intarsia.lower.retrace import decomposed
 from intarsia.lower.unlift import unlift
 from intarsia.plain_tensors import is_traceable_subclass
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,9 +27,13 @@ from intarsia.quantized import EMBEDDING, LINEAR, dequantized
 
 aten = torch.ops.aten
 
-_SMALLEST_GROUP = 16  # columns; scales of smaller groups would take as much memory as the integers
+_BLOCKS = (256, 128, 64, 32, 16)  # columns; scales of smaller groups would take as much memory as integers
+_SHORT_BLOCK = 64  # of fewer columns, a row that has one scale is not divided
+_AT_A_TIME = 1 << 20  # numbers that are compared at a time
 _FEWEST_BITS = 2  # of a weight; fewer bytes of integers in a weight's constants are places, not the weight
-_SHORT = frozenset({torch.int8, torch.uint8, torch.int32})
+_NAMED = 3  # nodes in a note
+_FLOATS_OF_8_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_SHORT = frozenset({torch.int8, torch.uint8, torch.int32}) | _FLOATS_OF_8_BITS
 # Products and lookups: where the weight stands, and whether its rows are the columns of the product's result.
 _READERS: dict[Any, tuple[int, bool]] = {
     aten.linear.default: (1, False),
@@ -80,6 +84,7 @@ def pack_weights(module: fx.GraphModule) -> None:
     """Let products and embeddings read their quantized weights in the bits that they have."""
     constants = _constants(module)
     packed: dict[tuple[fx.Node, bool], _Packed] = {}
+    left: dict[str, list[str]] = {}
     for node in list(module.graph.nodes):
         place, turned = _READERS.get(node.target, (0, False)) if node.op == "call_function" else (0, False)
         source = node.args[place] if node.target in _READERS else None
@@ -93,8 +98,11 @@ def pack_weights(module: fx.GraphModule) -> None:
                 packed[source, turned] = _attached(module, name, _packed(module, source, turned))
             _replace(module, node, packed[source, turned], name)
         except _Unpackable as reason:
-            note = f"the quantized weight of {node.name} is not kept in few bits: {reason}"
-            module.meta.setdefault("unpacked", []).append(note)
+            left.setdefault(str(reason), []).append(node.name)
+    for said, names in left.items():
+        more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+        notes = module.meta.setdefault("unpacked", [])
+        notes.append(f"not kept in few bits are the weights of {', '.join(names[:_NAMED])}{more}: {said}")
 
 
 def _constants(module: fx.GraphModule) -> dict[fx.Node, int]:
@@ -129,24 +137,46 @@ def _reads_activation(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
     value = operand.meta.get("val")
     if node.target is aten.matmul.default and isinstance(value, torch.Tensor) and value.ndim < 2:
         return False
-    return isinstance(value, torch.Tensor) and value.device.type == weight.device.type
+    # On a GPU, compilers have products of their own for what libraries write there; this is not tried there.
+    return isinstance(value, torch.Tensor) and {value.device.type, weight.device.type} == {"cpu"}
 
 
 def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
-    """A weight in few bits, compared with what the model computes."""
+    """A weight in few bits, compared with what the model computes.
+
+    Of the matrices on the way as few as can be are there at a time: each may be eight times the result.
+    """
     values = _Values(module)
     origin, moves = _origin(weight)
-    integers, scale = _factors(values, origin)
-    shape = torch.broadcast_shapes(integers.shape, scale.shape)
-    columns = [_moved(values, moves, side.expand(shape)) for side in (integers, scale)]
-    dense = values.of(weight)
-    integers, scale, dense = ((side.t() if turned else side) for side in (*columns, dense))
+    if any(one.op == "get_attr" and values.of(one).dtype in _FLOATS_OF_8_BITS for one in _behind(origin)):
+        raise _Unpackable("its numbers are floats of 8 bits, which engines read as float32")
+
+    def matrix(side: torch.Tensor) -> torch.Tensor:
+        moved = _moved(values, moves, side.expand(shape))
+        return moved.t() if turned else moved
+
+    shape: Any = origin.meta["val"].shape
+    integers, scale = map(matrix, _factors(values, origin))
     result = _laid_out(integers, scale)
-    ordered = dense if result.order is None else dense[:, result.order]
-    again = dequantized(result.weight, result.scale, result.zero, result.bits, dense.dtype)
-    if not torch.equal(again, ordered):
+    del integers, scale
+    result = replace(result, weight=values.held(weight, result.weight))
+    dense = values.of(weight)
+    if not _stands_for(result, dense.t() if turned else dense):
         raise _Unpackable("scaled anew, its integers give other numbers than the model computes")
     return result
+
+
+def _stands_for(packed: _Packed, dense: torch.Tensor) -> bool:
+    """Whether it is the same weight, bit for bit."""
+    size = max(1, _AT_A_TIME // dense.shape[1])
+    for row in range(0, len(dense), size):
+        rows = slice(row, row + size)
+        zero = None if packed.zero is None else packed.zero[rows]
+        again = dequantized(packed.weight[rows], packed.scale[rows], zero, packed.bits, dense.dtype)
+        expected = dense[rows] if packed.order is None else dense[rows, packed.order]
+        if not torch.equal(again, expected):
+            return False
+    return True
 
 
 class _Values:
@@ -154,18 +184,10 @@ class _Values:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
-        self._readers: dict[fx.Node, int] = {}
 
     def of(self, node: fx.Node) -> torch.Tensor:
         """The value of a node; what leads to it is let go of on the way."""
-        order: dict[fx.Node, None] = {}
-        waiting = [node]
-        while waiting:
-            one = waiting.pop()
-            order.pop(one, None)
-            order[one] = None
-            waiting += one.all_input_nodes
-        chain = sorted(order)
+        chain = sorted(_behind(node))
         last = {source: one for one in chain for source in one.all_input_nodes}
         values: dict[fx.Node, Any] = {}
         for one in chain:
@@ -174,16 +196,43 @@ class _Values:
                 continue
             args, kwargs = fx.map_arg((one.args, one.kwargs), values.__getitem__)
             with torch.no_grad():
-                values[one] = one.target(*args, **kwargs)  # type: ignore[operator]
+                function: Any = one.target
+                values[one] = function(*args, **kwargs)
             for source in one.all_input_nodes:
                 if last[source] is one and source is not node:
                     del values[source]
-        result: torch.Tensor = values[node]
-        return result
+        return values[node]  # type: ignore[no-any-return]
+
+    def factor(self, arg: Any) -> torch.Tensor:
+        """The value of an argument, which may be a number."""
+        return self.of(arg) if isinstance(arg, fx.Node) else torch.tensor(arg)
+
+    def held(self, node: fx.Node, content: torch.Tensor) -> torch.Tensor:
+        """The same bytes where the model has them, if it holds them in this order."""
+        for leaf in sorted(_behind(node)):
+            if leaf.op != "get_attr":
+                continue
+            own: torch.Tensor = getattr(self._module, str(leaf.target)).detach()
+            if own.dtype in _SHORT and own.nbytes == content.nbytes and own.is_contiguous():
+                alike = own.view(torch.uint8).view(content.shape)
+                if torch.equal(alike, content):
+                    return alike
+        return content
 
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a node is given besides its first argument."""
-        return fx.map_arg((node.args[1:], node.kwargs), self.of)  # type: ignore[return-value]
+        return fx.map_arg((node.args[1:], node.kwargs), self.of)
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is computed of."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        one = waiting.pop()
+        if one not in seen:
+            seen.add(one)
+            waiting += one.all_input_nodes
+    return seen
 
 
 def _origin(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -213,70 +262,69 @@ def _moved(values: _Values, moves: Sequence[fx.Node], tensor: torch.Tensor) -> t
 def _factors(values: _Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
     """The integers less their zero points, and the scales."""
     if origin.op == "get_attr" or origin.target in _CASTS:
-        integers = values.of(origin)
-        if not _is_integral(integers):
+        numbers = values.of(origin)
+        integers = _whole(numbers)
+        if integers is None:
             raise _Unpackable("its numbers are no integers and have no scales")
-        dtype = integers.dtype if integers.dtype.is_floating_point else torch.float32
-        return integers, torch.ones((), dtype=dtype, device=integers.device)
+        dtype = numbers.dtype if numbers.dtype.is_floating_point else torch.float32
+        return integers, torch.ones((), dtype=dtype, device=numbers.device)
     if origin.target is not aten.mul.Tensor:
         raise _Unpackable(f"it ends in {origin.target}, not in a product of integers and scales")
-    sides = [values.of(arg) if isinstance(arg, fx.Node) else torch.tensor(arg) for arg in origin.args]
-    sides.sort(key=lambda side: -side.numel())
+    dtype = origin.meta["val"].dtype
+    sides: Any = sorted(origin.args, key=lambda arg: -_numel(arg))  # scales may be whole numbers, too
     for integers, scale in (sides, sides[::-1]):
-        if scale.dtype.is_floating_point and _is_integral(integers):
-            dtype = origin.meta["val"].dtype
-            return integers, scale.to(dtype)
+        if (whole := _whole(values.factor(integers))) is not None:
+            return whole, values.factor(scale).to(dtype)
     raise _Unpackable("its zero points are no integers")
 
 
-def _is_integral(tensor: torch.Tensor) -> bool:
-    if not tensor.dtype.is_floating_point:
-        return True
-    return bool((tensor == tensor.round()).all())
+def _numel(arg: Any) -> int:
+    return arg.meta["val"].numel() if isinstance(arg, fx.Node) else 1
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Numbers as short integers, if they are whole."""
+    result = tensor.to(torch.int16)
+    flat, short = tensor.flatten(), result.flatten()
+    parts = (slice(at, at + _AT_A_TIME) for at in range(0, len(flat), _AT_A_TIME))
+    return result if all(bool((flat[part] == short[part]).all()) for part in parts) else None
 
 
 def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
     """Integers and the scale of each, both in rows by columns, in the layout of `intarsia.quantized`."""
-    low, high = int(integers.min()), int(integers.max())
-    if high - low > 255 or low < -255 or high > 255:
-        raise _Unpackable(f"its integers, less their zero points, go from {low} to {high}")
-    integers, order = integers.to(torch.int16), None
+    order = None
     columns = integers.shape[1]
     size = _group_size(scale)
-    if size < min(_SMALLEST_GROUP, columns):
+    if not _blocks(size, columns):
         order = _order_of_groups(scale)
         integers, scale = integers[:, order], scale[:, order]
         size = _group_size(scale)
-    if size < min(_SMALLEST_GROUP, columns):
-        raise _Unpackable(f"its groups have {size} weights, and less than {_SMALLEST_GROUP} are not handled")
-    scale = scale[:, ::size].contiguous()
-    for bits, group in [
-        *((4, s) for s in _halves(size) if columns % 2 == 0),
-        *((8, s) for s in _halves(size)),
-    ]:
-        zero = _zeros(integers, group, bits)
-        if zero is None:
-            continue
-        scales = scale.repeat_interleave(size // group, 1)
-        middle, groups = 2 ** (bits - 1), columns // group
-        numbers = (integers.unflatten(1, (groups, group)) + zero.unsqueeze(2)).flatten(1).to(torch.uint8)
-        weight = numbers[:, ::2] | numbers[:, 1::2] << 4 if bits == 4 else numbers
-        has_zero = bool((zero != middle).any())
-        return _Packed(weight, scales, zero.to(torch.uint8) if has_zero else None, bits, order)
+    if not (blocks := _blocks(size, columns)):
+        raise _Unpackable(
+            f"its groups have {size} weights, and those that are no multiple of 16 are not handled"
+        )
+    for bits in (4, 8) if columns % 2 == 0 else (8,):
+        for block in blocks:
+            if (zero := _zeros(integers, block, bits)) is None:
+                continue
+            numbers = (integers.reshape(*zero.shape, block) + zero.unsqueeze(2)).to(torch.uint8)
+            weight = numbers[..., ::2] | numbers[..., 1::2] << 4 if bits == 4 else numbers
+            zeros = None if bool((zero == 2 ** (bits - 1)).all()) else zero.to(torch.uint8).contiguous()
+            # In rows: what is computed of a transposed matrix is laid out as that is, and would be copied.
+            return _Packed(weight.contiguous(), scale[:, ::block].contiguous(), zeros, bits, order)
     raise _Unpackable("the integers of a group need more than 8 bits")
 
 
-def _halves(size: int) -> list[int]:
-    """A group of so many columns, and its parts in which zero points may differ."""
-    sizes = [size]
-    while sizes[-1] % 2 == 0 and sizes[-1] // 2 >= _SMALLEST_GROUP:
-        sizes.append(sizes[-1] // 2)
-    return sizes
+def _blocks(size: int, columns: int) -> list[int]:
+    """Sizes of blocks within a group of so many columns, the largest first: zero points may be of less."""
+    blocks = [block for block in _BLOCKS if size % block == 0]
+    is_row = size == columns and (not blocks or blocks[0] < _SHORT_BLOCK)
+    return [columns, *blocks] if is_row else blocks
 
 
 def _zeros(integers: torch.Tensor, group: int, bits: int) -> torch.Tensor | None:
     """A zero point for each group that makes its numbers unsigned; None if the bits do not hold them."""
-    grouped = integers.unflatten(1, (-1, group))
+    grouped = integers.reshape(len(integers), -1, group)
     low, high = grouped.amin(2), grouped.amax(2)
     middle, most = 2 ** (bits - 1), 2**bits - 1
     if bool(((low >= -middle) & (high < middle)).all()):
@@ -296,10 +344,12 @@ def _order_of_groups(scale: torch.Tensor) -> torch.Tensor:
     # Sums of integers wrap, and so are the same in whatever order they are added up.
     bits = scale.contiguous().view(torch.int32 if scale.itemsize == 4 else torch.int16).long()
     factors = torch.arange(1, 2 * len(bits), 2, device=bits.device) * 0x9E3779B97F4A7C1
-    _, numbers, counts = (bits * factors[:, None]).sum(0).unique(return_inverse=True, return_counts=True)
+    sums = (bits * factors[:, None]).sum(0)
+    _, numbers, counts = torch.unique(sums, return_inverse=True, return_counts=True)
     if int(counts.min()) != int(counts.max()):
         raise _Unpackable("its groups have different numbers of columns")
-    return numbers.argsort(stable=True)
+    order: torch.Tensor = numbers.argsort(stable=True)
+    return order
 
 
 def _attached(module: fx.GraphModule, prefix: str, packed: _Packed) -> _Packed:

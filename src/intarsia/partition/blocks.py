@@ -49,12 +49,12 @@ def too_small(nodes: Sequence[fx.Node], min_block_size: int | None) -> str | Non
     if min_block_size is not None:
         if len(nodes) >= min_block_size:
             return None
-        return f"its block has {_count(len(nodes))}, and min_block_size={min_block_size}"
+        return f"its segment has {_count(len(nodes))}, and min_block_size={min_block_size}"
     total = sum(work(node) for node in nodes)
     if total >= MIN_WORK:
         return None
-    block = f"its block of {_count(len(nodes))} has {total:.1f} units of work"
-    return f"{block}, and an engine pays from {MIN_WORK:g}"
+    block = f"its segment of {_count(len(nodes))} has {total:.1f} units of work"
+    return f"{block}; an engine is used from {MIN_WORK:g}"
 
 
 IS_WEIGHT = "intarsia_is_weight"  # set in `meta` of an input of a body that is given a weight

@@ -9,7 +9,7 @@ from intarsia.pipeline.model import Stages
 from intarsia.pipeline.plan.cluster import Cluster
 from intarsia.pipeline.plan.draw import ascii_gantt, save_gantt
 from intarsia.pipeline.plan.simulate import Simulation, simulate
-from intarsia.pipeline.planner import ClusterPlan, PipelinePlan, measure, plan_pipeline
+from intarsia.pipeline.planner import PipelinePlan, measure, plan_pipeline
 from intarsia.pipeline.schedules import SCHEDULES, Action, Schedule, Slot, define_schedule, schedule
 from intarsia.pipeline.split import split
 from intarsia.pipeline.stages.profile import DeviceSpeed
@@ -20,7 +20,6 @@ __all__ = [
     "Action",
     "BalanceError",
     "Cluster",
-    "ClusterPlan",
     "DeviceSpeed",
     "GPipe",
     "Namespace",

@@ -69,6 +69,6 @@ class Stages(StageSequence):
         """
         if self.training:
             raise PartitionError("the stages were cut in training mode; split the model after model.eval()")
-        made = Stages(compile_stages(self, args, kwargs, options), self.signature, self.report, ())
-        made.tied = ()  # frozen, so there is nothing to keep equal
-        return made
+        stages = Stages(compile_stages(self, args, kwargs, options), self.signature, self.report, ())
+        stages.tied = ()  # frozen, so there is nothing to keep equal
+        return stages

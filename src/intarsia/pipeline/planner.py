@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,11 @@ from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.plan.cluster import Cluster, Link
-from intarsia.pipeline.plan.layers import LayerLine, merge
 from intarsia.pipeline.plan.search import Candidate, every_candidate, search
-from intarsia.pipeline.plan.space import Layout, Space
+from intarsia.pipeline.plan.space import LayerLine, Layout, Space, merge
 from intarsia.pipeline.schedules import SCHEDULES
-from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages
-from intarsia.pipeline.stages.cut import choose_cuts
+from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages, rank_zero
+from intarsia.pipeline.stages.cut import cheapest_places, choose_cuts
 from intarsia.pipeline.stages.profile import cost_source, profile
 from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.trace import Trace, trace
@@ -93,9 +93,6 @@ class PipelinePlan:
         return "\n".join(lines)
 
 
-ClusterPlan = PipelinePlan  # the name of a plan for `cluster=`
-
-
 def plan_pipeline(
     model: nn.Module,
     args: Sequence[Any],
@@ -154,7 +151,7 @@ def plan_pipeline(
             return _on_cluster(captured, tensors, described, batch, names, microbatches, replicas)
         return _on_devices(captured, tensors, described, names, microbatches, memory, slack)
 
-    chosen = _rank_zero(choose) if agree else choose()
+    chosen = rank_zero(choose) if agree else choose()
     stages = make_stages(model, captured, chosen.cuts, chosen.costs, "time")
     return PipelinePlan(chosen.candidates[0], chosen.candidates, chosen.refused, described, stages)
 
@@ -299,45 +296,12 @@ def _layers(
         part = [t if a is None else t.narrow(a, 0, size) for t, a in zip(tensors, axes, strict=True)]
         runs.append((size, profile(captured, part, source=source, apart=apart)))
     costs, example = runs[-1][1], _samples(captured, tensors)
-    places = _places(captured, costs)
+    prices = crossing_prices(captured)
+    sums = list(accumulate((c.seconds for c in costs), initial=0.0))
+    places = cheapest_places(captured.line.allowed, sums, prices, _LAYERS)
     layers = [(size, merge(measured, places)) for size, measured in runs]
     # These were read from the graph, at the example's batch.
     crossing = [captured.line.crossing_bytes[p] / example for p in places]
     saved = [c.saved / example for c in layers[-1][1]]
-    prices = crossing_prices(captured)
     line = LayerLine.of(layers, [*crossing, 0.0], saved)
     return _Layers(line, tuple(places), (0.0, *(prices[p] for p in places), 0.0), tuple(costs))
-
-
-def _rank_zero(choose: Callable[[], _Choice]) -> _Choice:
-    """What rank 0 chose, or the reason why it could not, on every rank."""
-    if not dist.is_initialized():
-        raise PartitionError("agree=True needs torch.distributed.init_process_group first")
-    shared: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            shared = [choose()]
-        except PartitionError as error:
-            shared = [str(error)]
-    dist.broadcast_object_list(shared, src=0)
-    if not isinstance(shared[0], _Choice):
-        raise PartitionError(shared[0])
-    return shared[0]
-
-
-def _places(captured: Trace, costs: Sequence[Cost]) -> list[int]:
-    """The places a cut may take: all allowed ones or, of many, the cheapest in each stretch of equal time."""
-    allowed = list(captured.line.allowed)
-    if len(allowed) < _LAYERS:
-        return allowed
-    prices = crossing_prices(captured)
-    whole = sum(c.seconds for c in costs) or 1.0
-    best: dict[int, int] = {}
-    done, at = 0.0, 0
-    for place in allowed:
-        done += sum(c.seconds for c in costs[at:place])
-        at = place
-        stretch = int(done / whole * _LAYERS)
-        if stretch not in best or prices[place] < prices[best[stretch]]:
-            best[stretch] = place
-    return sorted(best.values())

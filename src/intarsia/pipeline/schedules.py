@@ -343,9 +343,9 @@ def schedule(name: str, ranks: int, microbatches: int, per_rank: int | None = No
         if wrong is not None:
             home = definition.rank_of(wrong.stage, ranks)
             raise PartitionError(f"{name} runs {wrong} on rank {rank}; stage {wrong.stage} is on rank {home}")
-    found = Schedule(name, ranks * each, microbatches, steps)
-    found.table.check(name, microbatches)
-    return found
+    plan = Schedule(name, ranks * each, microbatches, steps)
+    plan.table.check(name, microbatches)
+    return plan
 
 
 def slot_table(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> SlotTable:
@@ -358,9 +358,9 @@ def slot_table(name: str, ranks: int, microbatches: int, per_rank: int | None = 
 def _slot_table(definition: Definition, ranks: int, microbatches: int, per_rank: int) -> SlotTable:
     assert definition.order is not None
     slots = (definition.order(r, ranks, microbatches, per_rank) for r in range(ranks))
-    found = SlotTable.of(slots, ranks * per_rank)
-    found.check(definition.name, microbatches)
-    return found
+    table = SlotTable.of(slots, ranks * per_rank)
+    table.check(definition.name, microbatches)
+    return table
 
 
 def _checked(name: str, ranks: int, microbatches: int, per_rank: int | None) -> tuple[Definition, int]:

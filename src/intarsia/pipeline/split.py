@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,19 @@ from intarsia.graph.piece import place_of, places_of
 from intarsia.graph.plan import Plan
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
-from intarsia.pipeline.stages.batch import BatchDims
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.devices import buffers_on_meta, computed_buffers, is_on_meta, to_meta
 from intarsia.pipeline.stages.profile import DeviceSpeed, cost_source, memory_costs, profile
 from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.sequence import SplitReport
-from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.signature import BatchDims, TensorSpec
 from intarsia.pipeline.stages.stage import Stage, build_stages, recompute_modules
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.trace import Trace, trace
 from intarsia.pipeline.stages.tree import split_tree
 
 By = Literal["time", "memory"]
+Choice = TypeVar("Choice")
 
 # A weight stands in memory with its gradient and an optimizer's two moments.
 WEIGHT_COPIES = 4
@@ -118,24 +118,25 @@ def split(
     if is_on_meta(model):
         args, kwargs = to_meta((tuple(args), dict(kwargs or {})))
 
-    def choose(line: Line, costs: Sequence[Cost], prices: Sequence[float]) -> list[int]:
+    def places(line: Line, costs: Sequence[Cost], prices: Sequence[float]) -> list[int]:
         if isinstance(cuts, Plan):
-            places = places_of(line, cuts)
-        elif cuts is not None:
-            places = [place_of(line, cut) for cut in cuts]
-        else:
-            footprint = [float(c.saved * in_flight + c.weights * WEIGHT_COPIES) for c in costs]
-            places = choose_cuts(
-                [c.seconds for c in costs] if by == "time" else footprint,
-                prices,
-                _enough(line, count),
-                count,
-                slack=slack,
-                speeds=speeds,
-                memory=footprint,
-                caps=memory,
-            )
-        return _rank_zero(places) if agree else places
+            return places_of(line, cuts)
+        if cuts is not None:
+            return [place_of(line, cut) for cut in cuts]
+        footprint = [float(c.saved * in_flight + c.weights * WEIGHT_COPIES) for c in costs]
+        return choose_cuts(
+            [c.seconds for c in costs] if by == "time" else footprint,
+            prices,
+            _enough(line, count),
+            count,
+            slack=slack,
+            speeds=speeds,
+            memory=footprint,
+            caps=memory,
+        )
+
+    def choose(line: Line, costs: Sequence[Cost], prices: Sequence[float]) -> list[int]:
+        return rank_zero(lambda: places(line, costs, prices)) if agree else places(line, costs, prices)
 
     values: dict[str, torch.Tensor] = {}
     mixes = ""
@@ -182,11 +183,11 @@ def split(
         if checkpoint:
             recompute_modules(parts, checkpoint)
         return Stages(list(parts), parts.signature, parts.report, parts.keys)
-    places = choose(captured.line, node_costs, crossing_prices(captured))
-    made = make_stages(model, captured, places, node_costs, by, source, computed_buffers(model) | values)
+    chosen = choose(captured.line, node_costs, crossing_prices(captured))
+    result = make_stages(model, captured, chosen, node_costs, by, source, computed_buffers(model) | values)
     if checkpoint:
-        recompute_modules(made, checkpoint)
-    return made
+        recompute_modules(result, checkpoint)
+    return result
 
 
 def _node_costs(
@@ -272,12 +273,21 @@ def _enough(line: Line, stages: int) -> Sequence[int]:
     return line.allowed
 
 
-def _rank_zero(places: list[int]) -> list[int]:
+def rank_zero(choose: Callable[[], Choice]) -> Choice:
+    """What rank 0 chooses, or the reason why it cannot, on every rank."""
     if not dist.is_initialized():
         raise PartitionError("agree=True needs torch.distributed.init_process_group first")
-    told: list[Any] = [places]
-    dist.broadcast_object_list(told, src=0)
-    return list(told[0])
+    shared: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            shared[0] = choose()
+        except PartitionError as error:
+            shared[1] = str(error)
+    dist.broadcast_object_list(shared, src=0)
+    if shared[1] is not None:
+        raise PartitionError(shared[1])
+    choice: Choice = shared[0]
+    return choice
 
 
 def _report(

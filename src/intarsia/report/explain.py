@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from intarsia.build.control_flow import bodies
-from intarsia.build.details import plan_details
+from intarsia.build.details import Advice, advise, plan_details
 from intarsia.capture.device import device_kind, refuse_autocast
 from intarsia.capture.example import Call
 from intarsia.capture.input import check_call, resolve_call
@@ -30,7 +30,6 @@ from intarsia.logs import working
 from intarsia.lower.generalize import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
 from intarsia.partition import PYTORCH, PartitionOptions, Strategy, SupportTable
-from intarsia.partition.advice import Advice, advise
 from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table

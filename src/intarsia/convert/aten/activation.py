@@ -124,14 +124,6 @@ def scaled_softplus(ctx: Context, self: Tensor, beta: Any = 1, threshold: Any = 
     return narrowed(ctx, F.where(F.greater(scaled, float(threshold)), x, curve))
 
 
-@converter(aten.softshrink.default)
-def softshrink(ctx: Context, self: Tensor, lambd: Any = 0.5) -> Tensor:
-    (x,) = promoted_wide(ctx, self)
-    bound = float(lambd)
-    outside = F.where(F.greater(x, bound), F.sub(x, bound), F.mul(x, 0.0))
-    return narrowed(ctx, F.where(F.less(x, -bound), F.add(x, bound), outside))
-
-
 @converter(aten.glu.default)
 def glu(ctx: Context, self: Tensor, dim: int = -1) -> Tensor:
     (x,) = promoted_wide(ctx, self)

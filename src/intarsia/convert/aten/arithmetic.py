@@ -11,7 +11,7 @@ import torch
 
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import zero_unless
-from intarsia.convert.aten.unary import is_negative, softplus, trunc
+from intarsia.convert.aten.unary import is_negative, trunc
 from intarsia.convert.context import Context, narrowed, promoted, promoted_wide, wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -133,22 +133,6 @@ def _ordered(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The larger and the smaller, both of them kept if one is NaN."""
     swap = F.less(a, b)
     return F.where(swap, b, a), F.where(swap, a, b)
-
-
-@converter(aten.heaviside.default)
-def heaviside(ctx: Context, self: Tensor, values: Tensor) -> Tensor:
-    if ctx.dtype == BOOL:
-        return F.logical_or(self, values)
-    x, at_zero = promoted_wide(ctx, self, values)
-    step = F.cast(F.less(F.constant(0, x.dtype), x), x.dtype)
-    return narrowed(ctx, F.where(F.equal(x, 0), at_zero, step))
-
-
-@converter(aten.logaddexp.default)
-def logaddexp(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
-    high, low = _ordered(*promoted_wide(ctx, self, other))
-    gap = F.where(F.equal(high, low), 0.0, F.sub(low, high))  # equal infinities have no difference
-    return narrowed(ctx, F.add(high, softplus(gap)))
 
 
 # Quotients and remainders, with torch's rules of rounding.

@@ -8,8 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.indexing import from_the_front
-from intarsia.convert.aten.kernels import wide
+from intarsia.convert.aten.kernels import from_the_front, wide
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -208,7 +207,7 @@ def _float_only(x: Tensor) -> None:
 
 # Products with weights in few bits, which lowering found (`lower/packing.py`).
 
-_BLOCKS = (256, 128, 64, 32, 16)  # columns that may share a scale in `MatMulNBits`
+_BLOCKS = (16, 32, 64, 128, 256)  # columns that share a scale in `MatMulNBits`
 
 
 @converter(LINEAR)
@@ -219,18 +218,19 @@ def quantized_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: st
     if x.dtype != ir.DataType.FLOAT:
         raise ConversionError(f"activations of {x.dtype.name} are not handled")
     columns: Any = x.shape[-1]
-    block = _block(columns, scale.shape[1])
-    count = -(-columns // block)
-    repeats = count if scale.shape[1] == 1 else count // scale.shape[1]
-    scales = scale.float().repeat_interleave(repeats, 1)
-    zeros = None if zero is None else _in_bytes(zero.repeat_interleave(repeats, 1), bits)
-    size = block * bits // 8
-    blocks = torch.nn.functional.pad(weight, (0, count * size - weight.shape[1])).unflatten(1, (count, size))
+    block = weight.shape[2] * 8 // bits
+    if weight.shape[1] == 1:  # a row: in blocks of a size that kernels know
+        block = next((size for size in _BLOCKS if size >= columns), _BLOCKS[-1])
+        count, size = -(-columns // block), block * bits // 8
+        padded = torch.nn.functional.pad(weight[:, 0], (0, count * size - weight.shape[2]))
+        weight = padded.view(-1, count, size)
+        scale, zero = (None if each is None else each.expand(-1, count) for each in (scale, zero))
+    zeros = None if zero is None else _in_bytes(zero, bits)
     rows = x if x.ndim > 1 else F.reshape(x, [1, columns])
     result = F.matmul_nbits(
         rows,
-        F.constant(blocks),
-        F.constant(scales),
+        F.constant(weight),
+        F.constant(scale.float()),
         None if zeros is None else F.constant(zeros),
         None if bias is None else wide(ctx.tensor(bias)),
         rows=weight.shape[0],
@@ -255,29 +255,17 @@ def quantized_embedding(ctx: Context, target: Any, args: Any, kwargs: Any, name:
         low = F.op("BitwiseAnd", integers, F.constant(15, torch.uint8))
         high = F.op("BitShift", integers, F.constant(4, torch.uint8), direction="RIGHT")
         integers = F.concat([F.unsqueeze(half, [-1]) for half in (low, high)], -1)
-    groups, columns = scale.shape[1], weight.shape[1] * 8 // bits
+    blocks, block = scale.shape[1], weight.shape[2] * 8 // bits
     lead = [0] * places.ndim
-    grouped = F.reshape(integers, [*lead, groups, columns // groups], keep_zeros=True)
+    grouped = F.reshape(integers, [*lead, blocks, block], keep_zeros=True)
     numbers = F.sub(F.cast(grouped, ir.DataType.FLOAT), middle)
     numbers = F.mul(numbers, F.unsqueeze(F.cast(scales, ir.DataType.FLOAT), [-1]))
-    return F.cast(F.reshape(numbers, [*lead, columns], keep_zeros=True), ctx.dtype)
+    return F.cast(F.reshape(numbers, [*lead, blocks * block], keep_zeros=True), ctx.dtype)
 
 
 def _constants_only(*tables: Any) -> None:
     if not all(table is None or isinstance(table, torch.Tensor) for table in tables):
         raise ConversionError("a weight in few bits that is no constant is not handled")
-
-
-def _block(columns: Any, groups: int) -> int:
-    """The columns of a block: a group, a part of one, or where a row is one group any size."""
-    if not isinstance(columns, int):
-        raise ConversionError(f"{columns} columns are not handled")
-    if groups == 1:
-        return next((block for block in _BLOCKS[::-1] if block >= columns), _BLOCKS[0])
-    for block in _BLOCKS:
-        if columns // groups % block == 0:
-            return block
-    raise ConversionError(f"groups of {columns // groups} weights are not handled")
 
 
 def _in_bytes(numbers: torch.Tensor, bits: int) -> torch.Tensor:

@@ -249,13 +249,6 @@ def erfc(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, _erfc(_single(ctx, self)))
 
 
-@converter(aten.special_ndtr.default)
-def ndtr(ctx: Context, self: Tensor) -> Tensor:
-    """The share of a normal distribution below `self`."""
-    x = F.mul(_single(ctx, self), -math.sqrt(0.5))
-    return narrowed(ctx, F.mul(_erfc(x), 0.5))
-
-
 def _turn(x: Tensor) -> Tensor:
     """`pi x` less whole multiples of pi: `x` may be far from zero, the angle is not."""
     return F.mul(F.sub(x, F.round(x)), math.pi)

@@ -35,6 +35,7 @@ from intarsia.engines.inductor.compiler import (
 from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
+from intarsia.quantized import bits_of
 
 # Inductor folds batch norms itself, and knows no fused convolutions.
 GPU_REWRITES = (
@@ -46,14 +47,18 @@ _VECTORS = ("vector_products",)
 
 @dataclass(frozen=True)
 class Inductor(GraphEngine):
-    """Options: `freezing` (weights are constants), `max_autotune`, and `options` of `torch._inductor.config`.
+    """Compiles pieces with TorchInductor.
 
-    `rewrites` names changes made to the graph first (see `engines.graph_rewrites`); None makes those for
-    GPUs on a GPU, where it is measured without them too, and elsewhere products of one row in bfloat16 into
-    products with vectors, if the graph has no others. Those weights are not frozen unless that is asked for.
+    Args:
+        freezing: treat weights as constants.
+        max_autotune: try more kernels while building.
+        rewrites: changes to the graph before it is compiled (see `engines.graph_rewrites`). By default, those
+            for GPUs on a GPU. On a CPU, matrix products of one row in bfloat16 become products with vectors
+            if the graph has no other products; their weights are not frozen by default.
+        options: options of `torch._inductor.config`.
 
-    It takes from seconds to minutes to build, so it is used only where it is named, measured, or the model
-    is on a GPU.
+    A build takes from seconds to minutes. So Inductor is used only if you name it, if it is measured, or if
+    the model is on a GPU.
 
     >>> from intarsia.engines import Inductor
     >>> Inductor(max_autotune=True).name
@@ -186,6 +191,8 @@ class Inductor(GraphEngine):
             # Freezing would keep the weights widened to float32, and read twice the memory; and what makes
             # the vector would be computed again for every row of the weight if it were not stored.
             config |= {"freezing": bool(self.freezing), "realize_reads_threshold": 0}
+        if any(bits_of(node) for node in graph.graph.nodes):
+            config["freezing"] = bool(self.freezing)  # it would keep weights in few bits as floats
         return graph, config | dict(self.options)
 
 

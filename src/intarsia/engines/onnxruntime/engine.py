@@ -52,14 +52,14 @@ class OnnxRuntime(NetworkEngine):
 
     Args:
         threads: by default, `torch.get_num_threads()`.
-        spinning: threads spin while a run is under way and stop when it ends, so that the next engine has the
-            cores. False is better if several calls run at once; a search for throughput uses it by itself.
-        prepack: pack weights for faster products, for one copy of each.
+        spinning: threads spin during a run and sleep between runs, so that the next engine has the cores. Use
+            False if several calls run at once; a search for throughput sets it.
+        prepack: pack weights for faster products. This needs one copy of each weight.
         device: `"cpu"` or `"cuda"`. On a GPU, weights, inputs and results stay there.
         options: entries of the session's configuration.
         guards: watch for values that ONNX Runtime treats differently from PyTorch (NaN, infinities, indices),
             and leave such a call to PyTorch.
-        tensorrt: ask ONNX Runtime's TensorRT provider first. This has not been tested.
+        tensorrt: try ONNX Runtime's TensorRT provider first. This has not been tested.
 
     >>> from intarsia.engines import OnnxRuntime
     >>> OnnxRuntime(threads=1).name

@@ -185,4 +185,5 @@ def _numbers(tensor: Tensor | None) -> np.ndarray[Any, Any]:
 
 def _in_bytes(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     even = np.pad(numbers, ((0, 0), (0, numbers.shape[1] % 2)))
-    return even[:, ::2] | even[:, 1::2] << 4
+    result: np.ndarray[Any, Any] = even[:, ::2] | even[:, 1::2] << 4
+    return result

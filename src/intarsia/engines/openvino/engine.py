@@ -37,8 +37,8 @@ class OpenVINO(NetworkEngine):
     """Runs layer networks on OpenVINO.
 
     Args:
-        precision: the arithmetic that it may use. OpenVINO itself would choose fp16 or bf16 where the
-            processor has it.
+        precision: the arithmetic that it may use. By default, float32; OpenVINO's own default is fp16 or bf16
+            if the processor supports it.
         threads: by default, `torch.get_num_threads()`.
         options: properties of the compiled model.
         guards: watch for values that OpenVINO treats differently from PyTorch (NaN, integers beyond its

@@ -95,9 +95,10 @@ def _weight(layer: Layer, memory: list[Any]) -> Any:
     is_one_group = bool((scale == scale[:, :1]).all()) and (
         zeros is None or bool((zeros == zeros[:, :1]).all())
     )
+    shape: tuple[int, ...] = (rows, columns)
     if is_one_group:
         weight = weight.reshape(rows, -1)[:, : columns * bits // 8]
-        scale, zeros, shape = scale[:, :1], None if zeros is None else zeros[:, :1], (rows, columns)
+        scale, zeros = scale[:, :1], None if zeros is None else zeros[:, :1]
     else:
         scale, zeros = scale[:, :, None], None if zeros is None else zeros[:, :, None]
         shape = (rows, columns // block, block)

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from intarsia.pipeline.balance.blockpartition import solve
 from intarsia.pipeline.balance.profile import profile_sizes, profile_times
-from intarsia.pipeline.balance.solver import Solution, balance_stages
+from intarsia.pipeline.balance.solver import Solution, balance_stages, solve
 
 __all__ = ["Solution", "balance_by_size", "balance_by_time", "balance_cost", "balance_stages"]
 
@@ -92,7 +91,7 @@ def balance_by_size(
 def _device(device: Device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return chosen

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from intarsia.cache.machine import machine_key
 from intarsia.cache.store import JsonStore, cache_directory
-from intarsia.pipeline.balance.probe import LayerProbe
+from intarsia.pipeline.gpipe.microbatch import Batch
 
 # More than this many costs are never kept; the oldest go.
 MAX_ENTRIES = 20_000
@@ -52,7 +52,9 @@ def _costs(table: dict[str, Any]) -> dict[str, float]:
     return {key: float(cost) for key, cost in table.items() if type(cost) in (int, float) and cost >= 0}
 
 
-def probe_key(probe: LayerProbe, device: torch.device, kind: str) -> str | None:
+def layer_key(
+    layer: nn.Module, batch: Batch, skips: dict[Any, Any], device: torch.device, kind: str
+) -> str | None:
     """A digest of everything a layer's cost depends on; None where that cannot be written down.
 
     It holds the layer's attributes, the code of its methods, shapes and types of tensors (not their
@@ -60,11 +62,11 @@ def probe_key(probe: LayerProbe, device: torch.device, kind: str) -> str | None:
     """
     buffer = io.BytesIO()
     try:
-        _ContentPickler(buffer, protocol=4).dump((probe.layer, probe.batch.value, probe.skips))
+        _ContentPickler(buffer, protocol=4).dump((layer, batch.value, skips))
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
-    code = [_code_of(type(module)) for module in probe.layer.modules()]
-    gradients = [x.requires_grad for x in probe.batch]
+    code = [_code_of(type(module)) for module in layer.modules()]
+    gradients = [x.requires_grad for x in batch]
     digest = hashlib.blake2b(digest_size=20)
     for part in (kind, _machine(device), code, gradients):
         digest.update(repr(part).encode())

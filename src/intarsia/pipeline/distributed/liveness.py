@@ -3,9 +3,6 @@
 A connection that breaks tells of one neighbour, and a rank that raises for it breaks connections of its own.
 So each rank counts in the store twice a second. The first that loses a connection waits to see whose count
 stands still, and writes the verdict there, for the others to find.
-
-A broken connection names a neighbour, and neighbours that raise break more of them. So ranks count in the
-store, and the one whose count stands still is named.
 """
 
 from __future__ import annotations

@@ -12,17 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError, PipelineError
+from intarsia.pipeline.distributed.world import World
 
 Loss = Callable[..., Tensor]
 LossWeight = Callable[[Any], Tensor | float] | Literal["equal"]
 Reduction = Literal["mean", "sum"]
 
 NO_TARGET = object()
+NOT_SCALED = -1.0  # where a scale would be, of a rank that learns without a scaler
 
 # Losses that average over the samples, or tokens, whose target is not `ignore_index`.
 _TOKEN_MEANS = {F.cross_entropy, F.nll_loss}
@@ -41,7 +43,6 @@ _ELEMENT_MEANS = {
     nn.BCELoss,
     nn.BCEWithLogitsLoss,
 }
-_MEAN = 1  # how aten writes reduction="mean"
 
 
 class MicrobatchLoss:
@@ -173,24 +174,35 @@ def token_count(loss_fn: Loss, target: Any) -> float | None:
     return float(counted.sum())
 
 
-def mean_inside(stage: nn.Module) -> str | None:
-    """The node of a stage that computes a mean over tokens itself, if there is one."""
-    program = getattr(stage, "program", None)
-    if not isinstance(program, fx.GraphModule):
-        return getattr(stage, "mean_node", None)  # of modules: what the example showed
-    aten = torch.ops.aten
-    means = {aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd, aten.nll_loss2d, aten.nll_loss_forward}
-    for node in program.graph.nodes:
-        if getattr(node.target, "overloadpacket", None) in means:
-            given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
-            if (given | dict(node.kwargs)).get("reduction", _MEAN) == _MEAN:
-                return str(node.name)
-    return None
-
-
 def _zero(output: Any) -> Tensor:
     """Zero, with a gradient of zero for every output, whatever it holds."""
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
     return torch.stack(
         [t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0).sum().float() for t in tensors]
     ).sum()
+
+
+def own_scale(
+    scaler: torch.amp.GradScaler | None, parameters: Sequence[nn.Parameter], device: torch.device
+) -> float | None:
+    """What this rank's scaler multiplies the loss by; None where there is none, and nothing learns."""
+    learns = any(p.requires_grad for p in parameters)
+    if scaler is None or not scaler.is_enabled():
+        return NOT_SCALED if learns else None
+    if not learns:
+        raise PartitionError(
+            "this rank has no trainable parameter, so its"
+            " GradScaler would refuse to step: give scaler=None on this rank"
+        )
+    # Asked as a loop would, which also wakes the scaler.
+    return float(scaler.scale(torch.ones((), device=device)))
+
+
+def share_overflow(parameters: Sequence[nn.Parameter], world: World, device: torch.device) -> None:
+    """Let every rank's scaler find an overflow that one of them would find, so that all skip the step."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    over = any(not bool(torch.isfinite(g).all()) for g in gradients)
+    flags = world.gather(torch.tensor([int(over)], device=device))
+    first = next((g for g in gradients if g.numel()), None)
+    if first is not None and any(int(flag) for flag in flags.values()):
+        first[(0,) * first.ndim] = float("inf")

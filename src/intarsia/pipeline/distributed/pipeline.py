@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +16,46 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.pipeline.distributed.agreement import AgreedBatch, Terms, agree
-from intarsia.pipeline.distributed.batch import first_part, join, real_part
-from intarsia.pipeline.distributed.checks import (
-    recomputed_stages,
-    refuse_compiled,
-    refuse_mean_inside,
-    refuse_shared_statistics,
-    why_whole,
-    writes_buffers,
+from intarsia.pipeline.distributed.batch import AgreedBatch, Terms, agree, first_part, join, real_part
+from intarsia.pipeline.distributed.borders import (
+    BorderForm,
+    Borders,
+    FlatStage,
+    border_specs,
+    borders_under_autocast,
+    current_precision,
+    find_forms,
+    refuse_autocast,
+    tree_borders,
+    uncached_autocast,
 )
-from intarsia.pipeline.distributed.loading import materialise, weights_of
-from intarsia.pipeline.distributed.loss import NO_TARGET, Loss, LossWeight, MicrobatchLoss, Reduction
+from intarsia.pipeline.distributed.loss import (
+    NO_TARGET,
+    Loss,
+    LossWeight,
+    MicrobatchLoss,
+    Reduction,
+    own_scale,
+    share_overflow,
+)
 from intarsia.pipeline.distributed.placement import (
     check_agreement,
     connect,
     default_device,
     placed,
+    recomputed_stages,
+    refuse_compiled,
+    refuse_mean_inside,
+    refuse_shared_statistics,
     schedule_class,
     stage_ranks,
-)
-from intarsia.pipeline.distributed.precision import (
-    Borders,
-    as_found,
-    borders_under_autocast,
-    current_precision,
-    refuse_autocast,
-    uncached_autocast,
+    why_whole,
+    writes_buffers,
 )
 from intarsia.pipeline.distributed.rank_stages import RankStages
-from intarsia.pipeline.distributed.saved import is_checkpoint
-from intarsia.pipeline.distributed.scaling import own_scale, share_overflow
+from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weights_of
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.sharded import Plan, check_plan, parallelize_stages, shard_stages
-from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, find_forms
 from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
@@ -58,7 +63,7 @@ from intarsia.pipeline.gpipe.keyed_random import RandomKey
 from intarsia.pipeline.schedules import find_schedule
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
+from intarsia.pipeline.stages.signature import CallSignature
 from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.statistics import defer_statistics
 from intarsia.pipeline.stages.tied import TiedGradients
@@ -76,41 +81,39 @@ class StepResult:
 class DistributedPipeline(RankStages):
     """One rank's part of a pipeline: its stages, and `step`.
 
-    Made by `Stages.distributed` on every rank, inside an initialised process group. The gradients after
-    `step` are the plain model's: of the mean loss over the batch (`reduction="mean"`) or of the sum.
-    Parameters held by several ranks begin equal and get the sum of their gradients. A batch of another
-    length, or another autocast, makes new buffers. An exception in one stage is raised on every rank at the
-    end of the step, whose gradients then mean nothing: call `zero_grad` before the next.
+    `Stages.distributed` creates it on every rank, inside an initialized process group. After `step`, the
+    gradients are those of the plain model for the mean loss over the batch (`reduction="mean"`), or for the
+    sum. Parameters that are on several ranks begin equal, and get the sum of their gradients. If a stage
+    raises an exception, every rank raises it at the end of the step. The gradients are then invalid: call
+    `zero_grad` before the next step.
 
     Args:
-        stages: what `split` gave, on every rank the same cuts.
-        schedule: a name of torch's schedules: GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...
-        n_microbatches: how many parts a batch is cut into; the last may be shorter.
+        stages: the result of `split`, with the same cuts on every rank.
+        schedule: a schedule of torch (GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...) or of `define_schedule`.
+        n_microbatches: the number of parts of a batch. The last part may be shorter.
         loss_fn: called with the model's answer and the target of a micro-batch.
-        loss_weight: from the target of a micro-batch, how much its loss averages over (tokens, say), or
-            "equal"; see `MicrobatchLoss` for what is recognised without it.
+        loss_weight: a function from the target of a micro-batch to the number of elements (such as tokens)
+            that its loss averages over, or "equal". See `MicrobatchLoss` for losses that do not need it.
         reduction: whether the loss of a batch is the mean or the sum over its micro-batches.
         check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
-        deferred_batch_norm: whether batch norms' running statistics are those of the whole batch; else every
-            micro-batch changes them. It is normalised by its own statistics either way.
-        checkpoint: stages to compute again in the backward pass instead of keeping their activations: all
-            (True), none, or some by number; or modules, by name or pattern (`"h.*.mlp"`).
-        scaler: a `torch.amp.GradScaler`, one on each rank that learns, None on one whose stages are frozen:
-            the backward pass begins with the scaled loss, and where any rank's gradients overflow, all
-            scalers skip the step.
-        target_axis: the target's dimension that holds the batch.
-        device: where this rank's stages live.
+        deferred_batch_norm: whether the running statistics of batch norms are those of the whole batch. By
+            default, every micro-batch changes them. Each micro-batch is normalized by its own statistics.
+        checkpoint: what is computed again in the backward pass: True for all stages, numbers of stages, or
+            names or patterns of modules (`"h.*.mlp"`).
+        scaler: a `torch.amp.GradScaler` on each rank; None on a rank whose stages are all frozen. If the
+            gradients of a rank overflow, all scalers skip the step.
+        target_axis: the batch dimension of the target.
+        device: the device of this rank's stages.
         group: the process group of the pipeline's ranks.
-        mesh: a `DeviceMesh` of ("data", "pipeline") instead of a group: each row is a pipeline, and all of
-            them train one model. Every replica steps over a batch of its own (`shard`), and the gradients and
-            the loss are those of all batches together. A dimension "shard" shards stages by `fully_shard`;
-            along a dimension "tensor" all step over the same batch.
-        tensor_plan: with such a dimension, a plan of `torch.distributed.tensor.parallel.parallelize_module`,
-            by the model's names of modules; stages must be cut along modules (`split(..., way="modules")`).
-        seed: of all random numbers, with the numbers of step and micro-batch; by default the first rank's
-            `torch.initial_seed()`. `seed` and `steps` (how many there were) are saved in checkpoints.
-        weights: a safetensors file, a folder of shards, or a checkpoint of `save`, from which this rank reads
-            its own stages and no others; `Weights(path, ...)` for more. Stages on the meta device need it.
+        mesh: a `DeviceMesh` of ("data", "pipeline"), instead of a group. Each row is a replica with its own
+            batch (`shard`). Gradients and loss are those of all batches together. A dimension "shard" shards
+            stages by `fully_shard`. Ranks along a dimension "tensor" step over the same batch.
+        tensor_plan: for a dimension "tensor", a plan of `torch.distributed.tensor.parallel`, by names of
+            modules of the model. The stages must be cut along modules (`split(..., way="modules")`).
+        seed: the seed of all random numbers, together with the numbers of step and micro-batch. By default,
+            `torch.initial_seed()` of the first rank. Checkpoints contain `seed` and `steps`.
+        weights: a safetensors file, a folder of shards, or a checkpoint of `save`. This rank reads only its
+            own stages. `Weights(path, ...)` has options. Stages on the meta device need it.
     """
 
     def __init__(
@@ -166,7 +169,7 @@ class DistributedPipeline(RankStages):
             if isinstance(stage, Stage):
                 stage.retarget(self.device)  # those of other ranks run on fake tensors
         refuse_compiled(stages, loss_fn is not None)
-        self._borders: Borders = [_border_specs(s) for s in stages]
+        self._borders: Borders = [border_specs(s) for s in stages]
         refuse_shared_statistics(stages, self.stage_ranks)
         held = [i for i, rank in enumerate(self.stage_ranks) if rank == world.rank]
         source = weights_of(weights)
@@ -175,8 +178,7 @@ class DistributedPipeline(RankStages):
         else:
             materialise(stages, source, held, self.device, world)
         parts = {i: placed(stages[i], self.device) for i in held}
-        super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, world, self.device)
-        self.layers: Callable[[Any], dict[str, Any]] = stages.layers
+        super().__init__(parts, stages, self.stage_ranks, world, self.device)
         if source is not None and is_checkpoint(source.path):
             self.load(source.path)
         self.seed: int = world.agreed_seed(seed)
@@ -245,17 +247,16 @@ class DistributedPipeline(RankStages):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
     ) -> StepResult:
-        own = partial(own_scale, self.scaler, self.own_parameters, self.device)
-        batch = agree(self._terms, args, kwargs, target, loss, own)
+        own = list(self.parameters())
+        scale_of = partial(own_scale, self.scaler, own, self.device)
+        batch = agree(self._terms, args, kwargs, target, loss, scale_of)
         # FSDP2 gives the mean of its replicas' gradients, where the others' are summed.
-        self._sizes, scale = (
-            batch.sizes,
-            batch.scale * (1 if self.world.shard is None else self.world.replicas),
-        )
+        scale = batch.scale * (1 if self.world.shard is None else self.world.replicas)
+        self._sizes = batch.sizes
         for norm in self._deferred:
             norm.begin(self.n_microbatches)
         borders, run = self._schedule(loss, batch)
-        fresh = [p for p in self.own_parameters if p.requires_grad and p.grad is None]
+        fresh = [p for p in own if p.requires_grad and p.grad is None]
         if loss is not None:
             self.world.begin_equal(self._statistics)  # as DistributedDataParallel does
         losses: list[Tensor] = []
@@ -266,9 +267,9 @@ class DistributedPipeline(RankStages):
         with (
             self.world.watched("in the middle of a step"),
             uncached_autocast(self.device),
-            nullcontext() if loss is None else self.world.summing(self.own_parameters),
+            nullcontext() if loss is None else self.world.summing(own),
             nullcontext() if loss is None else self._tied.collecting(),
-            _dense_gradients(self.own_parameters),
+            _dense_gradients(own),
         ):
             chunks = run.step(batch.tensors if self.is_first else (), options, self._key(loss is not None))
         result = StepResult(None, None)
@@ -281,14 +282,13 @@ class DistributedPipeline(RankStages):
         if loss is not None:
             loss.end()
         used = self._raise_together(run)
-        if loss is not None:
-            self.steps += 1
-        else:
+        if loss is None:
             self._inferences += 1
-        if loss is not None:
-            self._unused.forget(fresh, used)
-        if loss is not None and batch.is_scaled:
-            share_overflow(self.own_parameters, self.world, self.device)
+            return result
+        self.steps += 1
+        self._unused.forget(fresh, used)
+        if batch.is_scaled:
+            share_overflow(own, self.world, self.device)
         if result.loss is not None:
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)
@@ -341,7 +341,7 @@ class DistributedPipeline(RankStages):
         if any(getattr(stage, "form", None) is None for stage in self._stages):  # cut along the module tree
             try:
                 forms = self._find_forms(kind, batch)
-                borders = _tree_borders(forms, self.signature, batch.lengths)
+                borders = tree_borders(forms, self.signature, batch.lengths)
             except Exception as error:  # other replicas know nothing of it: all raise at the step's end
                 return self._borders, RefusedRun(None, Failure(error, "finding what crosses the borders"))
             parts = {i: FlatStage(part, forms[i], forms[i + 1]) for i, part in parts.items()}
@@ -378,22 +378,6 @@ class DistributedPipeline(RankStages):
         return self._forms[kind]
 
 
-def _tree_borders(
-    forms: Sequence[BorderForm], signature: CallSignature, lengths: Mapping[str, int]
-) -> Borders:
-    """The borders of stages of modules; the answer's tensors are those of the signature, as found."""
-    last = len(forms) - 1
-    wanted = [s for s in signature.outputs if isinstance(s, TensorSpec)]
-    answer = tuple(
-        as_found(spec, found.sizes({}), found.dtype, lengths, last - 1)
-        for spec, found in zip(wanted, forms[-1].tensors, strict=True)
-    )
-    for spec in (spec for form in forms[1:last] for spec in form.tensors):
-        wire_spec(spec, lengths)  # refuses what cannot travel
-    sides = [signature.tensors, *(form.tensors for form in forms[1:last]), answer]
-    return list(pairwise(sides))
-
-
 @contextmanager
 def _dense_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Gradients with memory of their own: torch's split backward adds in place to expanded views."""
@@ -403,10 +387,3 @@ def _dense_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _border_specs(stage: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    form = getattr(stage, "form", None)
-    if form is None:
-        return (), ()  # of modules: found when they first run
-    return form.takes, form.gives

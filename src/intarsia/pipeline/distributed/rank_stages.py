@@ -2,36 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from intarsia.errors import InputError
-from intarsia.pipeline.distributed.clip import clip_by_global_norm
+from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.distributed.saved import load_checkpoint, save_checkpoint
+from intarsia.pipeline.distributed.sharded import own_part, whole
 from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.tied import Tied
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-class RankStages:
-    """This rank's stages; parameters and states go by the plain model's names."""
+
+def clip_by_global_norm(
+    parameters: Sequence[nn.Parameter],
+    counted: Sequence[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Tensor:
+    """Scale the gradients of `parameters` so that the norm over every rank's `counted` is at most `max_norm`.
+
+    A parameter that several ranks hold is counted by one of them. Returns the norm before clipping.
+    """
+    gradients = [p.grad for p in counted if p.grad is not None]
+    # Ranks may hold gradients of different dtypes, or none: what is sent is float64 on all of them.
+    # Beside plain ones they may be sharded, and torch does not take both at once.
+    kinds = [[g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False)]
+    norms = [whole(get_total_norm(kind, norm_type)).to(device) for kind in kinds if kind]
+    wide = get_total_norm(norms, norm_type).to(device).double()
+    if math.isinf(norm_type):
+        dist.all_reduce(wide, dist.ReduceOp.MAX, group=group)
+        total = wide
+    else:
+        powered = wide**norm_type
+        dist.all_reduce(powered, group=group)
+        total = powered ** (1.0 / norm_type)
+    total = total.to(_common_dtype(gradients, group, device))
+    held = []  # what this rank holds of the gradients, in the same memory
+    for parameter in parameters:
+        if parameter.grad is not None:
+            held.append(nn.Parameter(own_part(parameter.detach())))
+            held[-1].grad = own_part(parameter.grad)
+    clip_grads_with_norm_(held, max_norm, total)
+    return total
+
+
+def _common_dtype(
+    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> torch.dtype:
+    """The dtype that the norm of all ranks' gradients together would have."""
+    own = {gradient.real.dtype if gradient.is_complex() else gradient.dtype for gradient in gradients}
+    held = torch.tensor([float(dtype in own) for dtype in _DTYPES], device=device)
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
+    present = [dtype for dtype, count in zip(_DTYPES, held.tolist(), strict=True) if count]
+    return functools.reduce(torch.promote_types, present or [torch.float32])
+
+
+class RankStages(StageSequence):
+    """This rank's stages, a module; parameters and states go by the plain model's names."""
 
     def __init__(
         self,
         parts: Mapping[int, nn.Module],
-        keys: Iterable[str],
-        ties: Sequence[Tied],
+        stages: StageSequence,
         stage_ranks: Sequence[int],
         world: World,
         device: torch.device,
     ) -> None:
-        # The keys of the plain model's `state_dict`, in its order.
+        super().__init__(list(parts.values()), stages.signature, stages.report, stages.keys)
         self.parts: dict[int, Any] = dict(parts)
-        self.keys: dict[str, Any | None] = dict.fromkeys(keys)
-        self.ties: tuple[Tied, ...] = tuple(ties)
+        self.layer_names = stages.layer_names
+        self.ties: tuple[Tied, ...] = stages.tied  # of all ranks
         self.stage_ranks: list[int] = list(stage_ranks)
         self.world: World = world
         self.device: torch.device = device
@@ -40,53 +93,20 @@ class RankStages:
         self.seed: int = 0
         self.steps: int = 0
 
-    @property
-    def modules(self) -> nn.ModuleList:
-        """This rank's stages; their `state_dict`s have the plain model's keys."""
-        return nn.ModuleList(self.parts.values())
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank has no answer of its own."""
+        raise PartitionError("a pipeline over processes is not called: use step(...), or infer(...)")
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, each once: what its optimizer takes."""
-        return iter(self.own_parameters)
-
-    @property
-    def own_parameters(self) -> list[nn.Parameter]:
-        """The same as a list."""
-        return list(dict.fromkeys(p for part in self.parts.values() for p in part.parameters()))
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, each once, with the plain model's names.
-
-        A tied one goes by the first of its names in the plain model, whatever the cut.
-        """
-        named = self._all_names()
-        place = {key: i for i, key in enumerate(self.keys)}
-        first: dict[int, str] = {}
-        for name in sorted(named, key=lambda n: place.get(n, len(place))):
-            first.setdefault(id(named[name]), name)
-        return ((first[id(p)], p) for p in self.own_parameters)
-
-    def _all_names(self) -> dict[str, nn.Parameter]:
-        """Every name of every parameter of this rank."""
-        parts = self.parts.values()
-        return {n: p for part in parts for n, p in part.named_parameters(remove_duplicate=False)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's share of the plain model's `state_dict`."""
-        found: dict[str, Any] = {}
-        for part in self.parts.values():
-            found.update(part.state_dict())
-        return found
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
         """Load this rank's share from the plain model's `state_dict`, or from that of any cut of it."""
-        unknown = [key for key in state_dict if key not in self.keys]
-        missing = [key for key in self.state_dict() if key not in state_dict]
+        own, known = self.state_dict(), set(self.keys)
+        unknown = [key for key in state_dict if key not in known]
+        missing = [key for key in own if key not in state_dict]
         if strict and (unknown or missing):
             raise InputError(f"state_dict does not fit: missing {missing}, unexpected {unknown}")
-        for part in self.parts.values():
-            keys = set(part.state_dict())
-            part.load_state_dict({k: v for k, v in state_dict.items() if k in keys}, strict=False)
+        super().load_state_dict({key: state_dict[key] for key in own if key in state_dict}, strict=False)
 
     def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of model and optimizer that any other cut can load. All ranks call it.
@@ -104,35 +124,11 @@ class RankStages:
         self.seed = counters.get("seed", self.seed)
         self.steps = counters.get("steps", self.steps)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this rank's parameters."""
-        for part in self.parts.values():
-            part.zero_grad(set_to_none)
-
-    def train(self, mode: bool = True) -> RankStages:
-        """Set the mode of this rank's stages; they run only in the mode they were cut in."""
-        for part in self.parts.values():
-            part.train(mode)
-        return self
-
-    def eval(self) -> RankStages:
-        """Set evaluation mode."""
-        return self.train(False)
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over all ranks, which is the plain model's; returns it."""
-        counted = [p for p in self.own_parameters if self._counts(p)]
+        parameters, named = list(self.parameters()), dict(self.named_parameters(remove_duplicate=False))
+        homes = {t.name: min(self.stage_ranks[s] for s in t.stages) for t in self.ties}
+        elsewhere = {id(named[name]) for name, rank in homes.items() if name in named and rank != self.rank}
+        counted = [p for p in parameters if id(p) not in elsewhere]  # by the first rank that holds it
         group = self.world.pipeline  # the replicas' gradients are the same
-        return clip_by_global_norm(self.own_parameters, counted, max_norm, norm_type, group, self.device)
-
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank is the first that holds a parameter."""
-        named = self._all_names()
-        ties = (tie for tie in self.ties if named.get(tie.name) is parameter)
-        holders = (min(self.stage_ranks[s] for s in tie.stages) for tie in ties)
-        return next(holders, self.rank) == self.rank
-
-    @property
-    def held(self) -> list[int]:
-        """The numbers of this rank's stages."""
-        return list(self.parts)
+        return clip_by_global_norm(parameters, counted, max_norm, norm_type, group, self.device)

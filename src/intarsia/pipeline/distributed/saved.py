@@ -1,9 +1,15 @@
-"""Checkpoints by torch.distributed.checkpoint under the plain model's names, that any cut can load."""
+"""Checkpoints by torch.distributed.checkpoint under the plain model's names, that any cut can load.
+
+The options of an optimizer are kept by parameter, since another cut, or another rank, has other groups. A new
+group whose parameters were saved with different options is refused: either choice would be wrong for some.
+What one rank refuses, all are told before any tensor is read.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +22,83 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from intarsia.errors import InputError
-from intarsia.pipeline.distributed.optimizer_options import (
-    Options,
-    as_bytes,
-    from_bytes,
-    options_by_name,
-    options_of_groups,
-    set_options,
-)
-from intarsia.pipeline.distributed.placement import global_rank
 from intarsia.pipeline.distributed.sharded import empty_like_parameter
+from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.tied import global_rank
+from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
+
+Options = dict[str, Any]  # such as a learning rate, by their names
+
+
+def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Options]:
+    """The options of every parameter that the optimizer has.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> options_by_name(torch.optim.SGD([weight], lr=0.5), {"weight": weight})["weight"]["lr"]
+    0.5
+    """
+    by_name: dict[str, Options] = {}
+    for group, own in zip(optimizer.param_groups, _names_by_group(optimizer, names), strict=True):
+        options = {option: _plain(option, value) for option, value in group.items() if option != "params"}
+        by_name |= dict.fromkeys(own, options)
+    return by_name
+
+
+def options_of_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], saved: Mapping[str, Options]
+) -> list[Options]:
+    """The options for each group, of what was told of its parameters; refused where that differs."""
+    options = []
+    for own in _names_by_group(optimizer, names):
+        known = [name for name in own if name in saved]
+        first: Options = saved[known[0]] if known else {}
+        for name in known:
+            differing = [key for key in first if first[key] != saved[name].get(key)]
+            if differing:
+                key, other = differing[0], saved[name].get(differing[0])
+                raise InputError(
+                    f"{known[0]} was saved with {key}={first[key]} and {name} with {other}, and"
+                    " one group of this optimizer holds both: make it with the groups that were saved"
+                )
+        options.append(first)
+    return options
+
+
+def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Options]) -> None:
+    """Give each group its options; those that are tensors keep their memory."""
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        for option, value in values.items():
+            if isinstance(group.get(option), Tensor):
+                group[option].fill_(value)
+            else:
+                group[option] = tuple(value) if isinstance(value, list) else value
+
+
+def as_bytes(options: Options) -> Tensor:
+    """Options as a tensor, which a checkpoint holds."""
+    return torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor) -> Options:
+    """Options of a tensor."""
+    options: Options = json.loads(bytes(data.tolist()))
+    return options
+
+
+def _names_by_group(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> list[list[str]]:
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in optimizer.param_groups]
+
+
+def _plain(option: str, value: Any) -> Any:
+    """An option without tensors: a learning rate may be one."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise InputError(f"the optimizer's option {option} is a tensor of {value.numel()} elements")
+        return value.item()
+    return [_plain(option, one) for one in value] if isinstance(value, list | tuple) else value
+
 
 _MODEL, _OPTIMIZER, _OPTIONS, _COUNTERS = "model/", "optimizer/", "options/", "counters/"
 
@@ -51,7 +124,7 @@ def save_checkpoint(
                 flat[f"{_OPTIMIZER}{name}/{slot}"] = (
                     value if isinstance(value, Tensor) else torch.tensor(value)
                 )
-        flat |= {_OPTIONS + n: as_bytes(told) for n, told in options_by_name(optimizer, names).items()}
+        flat |= {_OPTIONS + n: as_bytes(own) for n, own in options_by_name(optimizer, names).items()}
     save(flat, checkpoint_id=str(path), process_group=group)
 
 
@@ -79,7 +152,7 @@ def load_checkpoint(
         if missing:
             raise InputError(f"the checkpoint {path} lacks {', '.join(missing)}")
         if optimizer is not None:
-            options = options_of_groups(optimizer, names, _told(path, stored, names))
+            options = options_of_groups(optimizer, names, _saved_options(path, stored, names))
             for key in stored:
                 name, _, slot = key.removeprefix(_OPTIMIZER).rpartition("/")
                 if key.startswith(_OPTIMIZER) and name in names:
@@ -89,7 +162,7 @@ def load_checkpoint(
                 flat[key] = empty_like_parameter(names[name], meta.size, meta.properties.dtype)
     except Exception as error:
         refusal = error
-    _raise_together(refusal, group)
+    _raise_together(refusal, group, "refuses the checkpoint")
     load(flat, checkpoint_id=str(path), process_group=group)
     read = {key.removeprefix(_COUNTERS): int(flat[key]) for key in counters}
     if not read:
@@ -109,7 +182,7 @@ def load_checkpoint(
     return read
 
 
-def _told(
+def _saved_options(
     path: str | Path, stored: Mapping[str, TensorStorageMetadata], names: Mapping[str, Tensor]
 ) -> dict[str, Options]:
     """The options of these parameters that a checkpoint holds."""
@@ -124,7 +197,7 @@ def _told(
     return {key.removeprefix(_OPTIONS): from_bytes(data) for key, data in flat.items()}
 
 
-def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None) -> None:
+def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None, what: str) -> None:
     """Raise on every rank what any rank refuses: the others would wait for it."""
     said: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, None if refusal is None else str(refusal), group=group)
@@ -132,7 +205,7 @@ def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None) 
         raise refusal
     for place, words in enumerate(said):
         if words is not None:
-            raise InputError(f"rank {global_rank(place, group)} refuses the checkpoint: {words}")
+            raise InputError(f"rank {global_rank(place, group)} {what}: {words}")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
@@ -155,16 +228,39 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
     The metadata are written last, so a checkpoint that was cut off has none, and does not count.
     """
-    found = [p for p in Path(folder).glob("*") if is_checkpoint(p)]
-    return max(found, key=lambda p: (p / ".metadata").stat().st_mtime_ns, default=None)
+    checkpoints = [p for p in Path(folder).glob("*") if is_checkpoint(p)]
+    return max(checkpoints, key=lambda p: (p / ".metadata").stat().st_mtime_ns, default=None)
 
 
 def _stored(path: str | Path) -> dict[str, TensorStorageMetadata]:
     if not is_checkpoint(path):
         raise InputError(f"{path} holds no checkpoint")
-    found = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    return {key: meta for key, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
+    entries = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    return {key: meta for key, meta in entries.items() if isinstance(meta, TensorStorageMetadata)}
 
 
 def _empty(meta: TensorStorageMetadata) -> Tensor:
     return torch.empty(meta.size, dtype=meta.properties.dtype)
+
+
+def materialise(
+    stages: StageSequence, weights: Weights, held: Sequence[int], device: torch.device, world: World
+) -> None:
+    """Give the `held` stages memory, and their weights from safetensors; refused on every rank if on one.
+
+    For a checkpoint of torch.distributed.checkpoint only the memory is made: reading it is for all ranks.
+    """
+    refusal: InputError | None = None
+    try:
+        if is_checkpoint(weights.path):
+            memory_for_stages(stages, weights.buffers, held, device)
+        else:
+            load_stages(stages, weights, held, device)
+    except InputError as error:
+        refusal = error
+    _raise_together(refusal, world.everyone, "could not load its weights")
+
+
+def weights_of(source: str | Path | Weights | None) -> Weights | None:
+    """The weights a user named, by path or in full."""
+    return source if source is None or isinstance(source, Weights) else Weights(source)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from intarsia.pipeline.distributed.borders import Borders
 from intarsia.pipeline.distributed.placement import is_folded
-from intarsia.pipeline.distributed.precision import Borders
 from intarsia.pipeline.distributed.sharded import is_sharded
 from intarsia.pipeline.distributed.wire import WiredStage, wire_spec
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, using_key
@@ -248,13 +248,13 @@ def _guarded_loss(
     loss: Callable[[Sequence[Tensor], int], Tensor], failure: Failure
 ) -> Callable[[Any, Tensor], Tensor]:
     def guarded(outputs: Any, index: Tensor) -> Tensor:
-        given = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        leaves = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         if failure.error is None:
             try:
-                return loss(given, int(index))
+                return loss(leaves, int(index))
             except Exception as error:
                 failure.note(error, f"the loss of micro-batch {int(index)}")
-        return torch.stack([o.float().sum() * 0 for o in given if o.requires_grad]).sum()
+        return torch.stack([o.float().sum() * 0 for o in leaves if o.requires_grad]).sum()
 
     return guarded
 

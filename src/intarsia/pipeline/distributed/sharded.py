@@ -51,8 +51,8 @@ def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None
     for pattern in plan:
         if not any(_matches(name, pattern) for name in known):
             near = get_close_matches(pattern, sorted(known), n=3)
-            told = f"; near are {', '.join(map(repr, near))}" if near else ""
-            raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{told}")
+            hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+            raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{hint}")
 
 
 def parallelize_stages(parts: Mapping[int, nn.Module], mesh: DeviceMesh, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.signature import value_name
 from intarsia.pipeline.stages.stage import Stage
 
 _STOPS = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}  # no gradient goes through
@@ -48,17 +48,13 @@ class UnusedParameters:
 
 def reached_states(stages: Sequence[Stage], used: Sequence[bool]) -> set[int]:
     """The identities of the parameters and buffers that the used outputs of the last stage are made of."""
-    needed = {name for name, one in zip(_names(stages[-1].form.gives), used, strict=True) if one}
-    found: set[int] = set()
+    needed = {name for name, one in zip(map(value_name, stages[-1].form.gives), used, strict=True) if one}
+    reached: set[int] = set()
     for stage in reversed(stages):
-        takes, arguments = set(_names(stage.form.takes)), _arguments(stage, needed)
-        found |= {id(state) for name, state in stage.states().items() if name in arguments}
+        takes, arguments = set(map(value_name, stage.form.takes)), _arguments(stage, needed)
+        reached |= {id(state) for name, state in stage.states().items() if name in arguments}
         needed = takes & (arguments | needed)
-    return found
-
-
-def _names(specs: Sequence[TensorSpec | str]) -> list[str]:
-    return [spec if isinstance(spec, str) else spec.name for spec in specs]
+    return reached
 
 
 def _arguments(stage: Stage, needed: set[str]) -> set[str]:
@@ -84,7 +80,7 @@ def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return False
-    given = node.args[0] if node.args else None
-    made = given.meta.get("val") if isinstance(given, fx.Node) else None
-    is_state = isinstance(given, fx.Node) and given.op == "placeholder"
-    return not (is_state and isinstance(made, Tensor) and not made.requires_grad)
+    target = node.args[0] if node.args else None
+    value = target.meta.get("val") if isinstance(target, fx.Node) else None
+    is_state = isinstance(target, fx.Node) and target.op == "placeholder"
+    return not (is_state and isinstance(value, Tensor) and not value.requires_grad)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.pipeline.stages.recompute import recompute_contexts
+from intarsia.pipeline.stages.program import recompute_contexts
 from intarsia.pipeline.stages.signature import TensorSpec
 
 # Whole numbers, by the float of the same width that carries their bits.

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline.distributed.liveness import Heartbeat
 from intarsia.pipeline.distributed.sharded import own_part
+from intarsia.pipeline.stages.tied import gradients_of_step
 
 _DATA = ("data", "dp", "replicate")
 _PIPELINE = ("pipeline", "pp", "stage")
@@ -117,31 +118,21 @@ class World:
 
     @contextmanager
     def summing(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """A step: on its way out, the gradients it made are summed over the replicas.
-
-        What was accumulated before the step is already a sum, so it is set aside meanwhile.
-        """
+        """A step: on its way out, the gradients it made are summed over the replicas."""
         if self.data is None:
             yield
             return
         learning = [p for p in parameters if p.requires_grad]
-        before = [p.grad for p in learning]
-        for parameter in learning:
-            parameter.grad = None
-        yield
-        for parameter in learning:  # a parameter that one replica did not use may be used by another
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([own_part(p.grad) for p in learning if p.grad is not None]):
-            flat = torch.cat([g.reshape(-1) for g in bucket])
-            dist.all_reduce(flat, group=self.data)
-            done = 0
-            for grad in bucket:
-                grad.copy_(flat[done : done + grad.numel()].view_as(grad))
-                done += grad.numel()
-        for parameter, earlier in zip(learning, before, strict=True):
-            if earlier is not None and parameter.grad is not None:
-                parameter.grad = earlier.add_(parameter.grad)
+        with gradients_of_step(learning):
+            yield
+            for parameter in learning:  # a parameter that one replica did not use may be used by another
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            for bucket in _buckets([own_part(p.grad) for p in learning if p.grad is not None]):
+                flat = torch.cat([g.reshape(-1) for g in bucket])
+                dist.all_reduce(flat, group=self.data)
+                for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+                    grad.copy_(part.view_as(grad))
 
     def agreed_seed(self, seed: int | None) -> int:
         """The seed of all ranks: the one that was given, or the first rank's of torch."""
@@ -173,9 +164,9 @@ def _dimensions(mesh: DeviceMesh) -> tuple[str | None, str | None, str | None, s
     if names is None:
         raise PartitionError("the mesh's dimensions have no names; give mesh_dim_names=('data', 'pipeline')")
     kinds = (_DATA, _SHARD, _TENSOR, _PIPELINE)
-    found = [next((name for name in names if name in kind), None) for kind in kinds]
-    data, shard, tensor, pipeline = found
-    known = [name for name in found if name is not None]
+    chosen = [next((name for name in names if name in kind), None) for kind in kinds]
+    data, shard, tensor, pipeline = chosen
+    known = [name for name in chosen if name is not None]
     if pipeline is None or len(known) < 2 or len(known) != len(names):
         raise PartitionError(
             f"the mesh's dimensions are called {names}; one must be of {', '.join(_PIPELINE)}, beside one of"

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask, Gradients, placeholder_gradient
-from intarsia.pipeline.gpipe.dependency import fork, join
+from intarsia.pipeline.gpipe.dependency import fork, get_phony, join
 from intarsia.pipeline.gpipe.generators import borrowed_generators, default_generator
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.phony import get_phony
-from intarsia.pipeline.gpipe.thread_state import ThreadState
+from intarsia.pipeline.gpipe.worker import ThreadState
 
 Function = Callable[[Any], Any]
 
@@ -215,8 +214,8 @@ def _differentiate(
     with torch.enable_grad():
         if not accumulate:
             asked = {"retain_graph": retain, "allow_unused": True}
-            found = iter(torch.autograd.grad(outputs, wanted, gradients, **asked) if wanted else ())
-            return tuple(next(found) if x.requires_grad else None for x in inputs)
+            results = iter(torch.autograd.grad(outputs, wanted, gradients, **asked) if wanted else ())
+            return tuple(next(results) if x.requires_grad else None for x in inputs)
         torch.autograd.backward(outputs, gradients, retain_graph=retain)
     accumulated = tuple(x.grad for x in inputs)
     for x in inputs:

@@ -49,12 +49,12 @@ def _mode(stage: nn.Module) -> tuple[bool, ...]:
 
 def owned_buffers(stage: nn.Module) -> list[Owner]:
     """Every buffer of a stage, as the module that holds it and its name there."""
-    found: dict[int, Owner] = {}
+    owners: dict[int, Owner] = {}
     for module in stage.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                found.setdefault(id(buffer), (module, name))
-    return list(found.values())
+                owners.setdefault(id(buffer), (module, name))
+    return list(owners.values())
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class BufferSnapshot:
         """
         pairs = list(zip(self.owners, self.values, strict=True))
         touched = {id(owner[0]) for owner, value in pairs if not _same(_buffer(owner), value)}
-        kept = [(owner, value) for owner, value in pairs if id(owner[0]) in touched]
-        return BufferSnapshot([owner for owner, _ in kept], [value for _, value in kept])
+        rest = [(owner, value) for owner, value in pairs if id(owner[0]) in touched]
+        return BufferSnapshot([owner for owner, _ in rest], [value for _, value in rest])
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -110,3 +110,28 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def versions(batch: Batch) -> list[int]:
     """How often each tensor was changed in place; inference tensors do not count."""
     return [-1 if tensor.is_inference() else tensor._version for tensor in batch]
+
+
+@contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Put back the buffers, also those that the model rebinds, and the random state.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> with trial(norm):
+    ...     norm(torch.randn(4, 2)).shape
+    torch.Size([4, 2])
+    >>> int(norm.num_batches_tracked)
+    0
+    """
+    held = [(module, dict(module._buffers)) for module in model.modules()]
+    values = {id(b): b.clone() for _, buffers in held for b in buffers.values() if b is not None}
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for module, buffers in held:
+                module._buffers.update(buffers)
+                for buffer in buffers.values():
+                    if buffer is not None:
+                        buffer.copy_(values[id(buffer)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
@@ -14,11 +15,41 @@ from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
 from intarsia.pipeline.gpipe.effects import StageEffects
 from intarsia.pipeline.gpipe.keyed_random import call_layer
 from intarsia.pipeline.gpipe.pipeline import Pipeline
-from intarsia.pipeline.gpipe.skip.layout import inspect_skip_layout
-from intarsia.pipeline.gpipe.skip.skippable import verify_skippables
-from intarsia.pipeline.gpipe.statedict import fit_state_dict, plain_state_dict
+from intarsia.pipeline.gpipe.skip.skippable import inspect_skip_layout, verify_skippables
 from intarsia.pipeline.gpipe.stream import AbstractStream, new_stream
 from intarsia.pipeline.gpipe.worker import StageThreads
+
+_STAGED = re.compile(r"partitions\.\d+\.(.+)")
+
+
+def plain_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of the plain module, from that of a pipeline.
+
+    >>> plain_state_dict({"partitions.1.2.weight": 0})
+    {'2.weight': 0}
+    """
+    return {_plain(key): value for key, value in state_dict.items()}
+
+
+def fit_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename, before it is loaded, a state dict of the plain module or of another balance."""
+    partitions = module.get_submodule("partitions")
+    stages = {
+        layer: j for j, stage in enumerate(partitions.children()) for layer, _ in stage.named_children()
+    }
+    renamed: dict[str, Any] = {}
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        plain = _plain(key.removeprefix(prefix))
+        layer = plain.split(".", 1)[0]
+        name = f"partitions.{stages[layer]}.{plain}" if layer in stages else key.removeprefix(prefix)
+        renamed[prefix + name] = state_dict.pop(key)
+    state_dict.update(renamed)
+
+
+def _plain(key: str) -> str:
+    staged = _STAGED.fullmatch(key)
+    return staged[1] if staged else key
+
 
 Device = torch.device | int | str
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -98,26 +129,26 @@ class GPipe(nn.Module):
     torch.Size([8, 2])
 
     Args:
-        module: the sequential module; its layers are moved, not copied.
-        balance: how many layers each stage takes (`balance_by_time` finds a good one).
-        devices: where the stages live; by default all CUDA devices, or the CPU where there are none.
-        chunks: how many micro-batches a mini-batch is cut into.
-        checkpoint: which micro-batches are computed again for the gradient instead of kept:
+        module: the sequential module. Its layers are moved, not copied.
+        balance: the number of layers of each stage (`balance_by_time` finds a good balance).
+        devices: the devices of the stages. By default, all CUDA devices, or the CPU if there are none.
+        chunks: the number of micro-batches in a mini-batch.
+        checkpoint: the micro-batches whose activations are computed again in the backward pass:
             "always", "except_last" or "never".
         deferred_batch_norm: whether running statistics are those of mini-batches.
-        concurrent_backward: whether stages on the CPU also go backward at the same time; by default they
-            do where micro-batches are checkpointed. (Stages on distinct GPUs always do.)
+        concurrent_backward: whether backward passes of stages on the CPU run at the same time. By default,
+            they do if micro-batches are checkpointed. Stages on different GPUs always do.
 
-    Checkpointing and concurrent backward passes give parameters their gradients in a plain `backward()`; with
-    either, `torch.autograd.grad` and `backward(inputs=...)` of parameters, gradients of gradients and hooks
-    on parameters are refused. With neither (checkpoint="never") all of it works as for any module.
+    With checkpointing or concurrent backward passes, parameters get their gradients from a plain
+    `backward()`. These are refused then: `torch.autograd.grad` and `backward(inputs=...)` of parameters,
+    gradients of gradients, and hooks on parameters. With neither (checkpoint="never"), all of this works.
     """
 
-    #: How many layers each stage has.
+    #: The number of layers of each stage.
     balance: list[int]
-    #: Where each stage lives; the input belongs on the first, the output comes on the last.
+    #: The device of each stage. The input must be on the first, and the output is on the last.
     devices: list[torch.device]
-    #: How many micro-batches there are to be.
+    #: The number of micro-batches.
     chunks: int
     #: Which micro-batches are checkpointed.
     checkpoint: str
@@ -260,11 +291,11 @@ class GPipe(nn.Module):
 
 
 def _device(device: Device) -> torch.device:
-    found = torch.device(device)
+    chosen = torch.device(device)
     # "cuda" and "cuda:0" are one device and must compare equal.
-    if found.type == "cuda" and found.index is None:
+    if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if found.type == "cpu" else found
+    return torch.device("cpu") if chosen.type == "cpu" else chosen
 
 
 def _moving_denied() -> TypeError:

@@ -239,9 +239,9 @@ def key_of_run() -> Iterator[RandomKey]:
     The generator then stands one number further on, or where it stood if nothing drew. So `manual_seed` makes
     runs repeatable, and a run that is computed again under `torch.utils.checkpoint` is the same.
     """
-    given = current_key()
-    if given is not None:
-        yield given
+    current = current_key()
+    if current is not None:
+        yield current
         return
     generator = torch.default_generator
     with moving_generator():

@@ -103,8 +103,8 @@ class Batch:
     @overload
     def __getitem__(self, index: slice) -> Tensors: ...
     def __getitem__(self, index: int | slice) -> Tensor | Tensors:
-        found = self._tensors[index]
-        return found if isinstance(found, Tensor) else tuple(found)
+        chosen = self._tensors[index]
+        return chosen if isinstance(chosen, Tensor) else tuple(chosen)
 
     def __setitem__(self, index: int | slice, value: TensorOrTensors) -> None:
         tensors = list(self._tensors)
@@ -165,11 +165,13 @@ def scatter(input: Any, chunks: int, sizes: Sequence[int] | None = None) -> list
         None if x.dim() == 0 else x.chunk(chunks) if sizes is None else torch.split(x, list(sizes))
         for x in whole
     ]
-    found = {x.size(0): len(pieces) for x, pieces in zip(whole, cut, strict=True) if pieces is not None}
-    counts = set(found.values())
-    uneven = len(found) > 1 and any(size % count for size, count in found.items())
+    parts_by_size = {
+        x.size(0): len(pieces) for x, pieces in zip(whole, cut, strict=True) if pieces is not None
+    }
+    counts = set(parts_by_size.values())
+    uneven = len(parts_by_size) > 1 and any(size % count for size, count in parts_by_size.items())
     if len(counts) > 1 or uneven:
-        raise ValueError(f"batch sizes {sorted(found)} cannot be cut into {chunks} chunks alike")
+        raise ValueError(f"batch sizes {sorted(parts_by_size)} cannot be cut into {chunks} chunks alike")
     batches = []
     for i in range(counts.pop()):
         batch = whole.copy()

@@ -18,19 +18,32 @@ from torch import Tensor, nn
 
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask, BackwardThreads, insert_barrier
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing, refuse_parameter_hooks
-from intarsia.pipeline.gpipe.copy import Copy, Wait
-from intarsia.pipeline.gpipe.cores import shared_cores
 from intarsia.pipeline.gpipe.dependency import fork, join
 from intarsia.pipeline.gpipe.effects import StageEffects
 from intarsia.pipeline.gpipe.generators import GeneratorMark
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, forget_layers, key_of_run
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
-from intarsia.pipeline.gpipe.skip.portal_tracker import SkipTrackerThroughPortals
+from intarsia.pipeline.gpipe.skip.portal import SkipTrackerThroughPortals
+from intarsia.pipeline.gpipe.skip.skippable import SkipLayout, inspect_skip_layout
 from intarsia.pipeline.gpipe.stage_run import StageRun
-from intarsia.pipeline.gpipe.stream import AbstractStream, current_stream, new_stream, use_device, use_stream
-from intarsia.pipeline.gpipe.thread_state import ThreadState
-from intarsia.pipeline.gpipe.worker import StageThreads, Task, TaskResult, lend_workers, run_task
+from intarsia.pipeline.gpipe.stream import (
+    AbstractStream,
+    Copy,
+    Wait,
+    current_stream,
+    new_stream,
+    use_device,
+    use_stream,
+)
+from intarsia.pipeline.gpipe.worker import (
+    StageThreads,
+    Task,
+    TaskResult,
+    ThreadState,
+    lend_workers,
+    run_task,
+    shared_cores,
+)
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:

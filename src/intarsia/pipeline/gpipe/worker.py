@@ -1,4 +1,4 @@
-"""One thread a stage, kept from call to call, that does what it is given in order.
+"""One thread a stage, kept from call to call, with its caller's state and its share of the cores.
 
 With new threads in every step the memory of the last one is not found again (5,600 page faults a step of 8
 micro-batches, 600 now), and their OpenMP teams are made anew.
@@ -11,12 +11,98 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.tracing import traced
+
+# Autocast is kept per device type; these are the ones a stage can run on.
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """Grad mode, inference mode, autocast, default device and saved-tensor hooks, when captured.
+
+    >>> with torch.no_grad():
+    ...     state = ThreadState.capture()
+    >>> with state.enter():
+    ...     torch.is_grad_enabled()
+    False
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    default_device: torch.device
+    saved_tensor_hooks: SavedTensorHooks | None
+
+    @staticmethod
+    def capture() -> ThreadState:
+        """The state of the calling thread."""
+        return ThreadState(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in _AUTOCAST_DEVICES
+            ),
+            default_device=torch.get_default_device(),
+            saved_tensor_hooks=saved_tensor_hooks(),
+        )
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Take the state over for a while."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled != torch.is_autocast_enabled(kind) or enabled:
+                    # Autocast's cache of weights is one for all threads, and a weight cast under
+                    # checkpointing (without a graph) would cut the gradient of the next micro-batch.
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                    )
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            if self.saved_tensor_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
+            yield
+
+
+def saved_tensor_hooks() -> SavedTensorHooks | None:
+    """The hooks that pack what autograd saves on this thread (`save_on_cpu`, say)."""
+    # torch has no public way to ask; a release without this one leaves workers without the hooks.
+    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks: SavedTensorHooks | None = None if ask is None else ask(False)
+    return hooks
+
+
+@contextmanager
+def shared_cores(devices: list[torch.device]) -> Iterator[Callable[[], None]]:
+    """Give each CPU stage its part of torch's threads: what is handed out is to be called in each worker.
+
+    Every thread that calls into torch has a team of OpenMP threads of its own, so n stages would
+    otherwise put n times as many threads to work as the caller asked for.
+    """
+    stages = sum(device.type == "cpu" for device in devices)
+    threads = torch.get_num_threads()
+    if stages == 0:
+        yield lambda: None
+        return
+    share = max(1, threads // stages)
+    try:
+        yield lambda: torch.set_num_threads(share)
+    finally:
+        # OpenMP keeps the number per thread, but torch and MKL also keep one for all; put it back.
+        torch.set_num_threads(threads)
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,9 +128,7 @@ class TaskResult:
 class StageThreads:
     """A thread for each stage, started when first needed; they end when nothing holds this object.
 
-    A stage keeps its thread, forward and backward, step after step: what it allocates comes from memory that
-    this thread used before, and its team of OpenMP threads is there already. New threads in every step cost
-    thousands of page faults.
+    A stage keeps its thread, forward and backward, step after step.
 
     >>> threads = StageThreads(2)
     >>> threads.submit(1, max, 3, 4).result()

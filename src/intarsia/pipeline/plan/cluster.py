@@ -64,16 +64,16 @@ class Cluster:
         4
         """
         known = {*(f.name for f in fields(Cluster)), "link"}
-        found = _object(data, "the cluster", known)
+        entries = _object(data, "the cluster", known)
         for name in ("devices", "memory"):
-            if name not in found:
+            if name not in entries:
                 raise PartitionError(f"the cluster has no {name!r}")
-        devices = _whole(found["devices"], "devices")
-        per_host = _whole(found.get("per_host", devices), "per_host")
-        if "link" in found and ("within" in found or "between" in found):
+        devices = _whole(entries["devices"], "devices")
+        per_host = _whole(entries.get("per_host", devices), "per_host")
+        if "link" in entries and ("within" in entries or "between" in entries):
             raise PartitionError("the cluster has 'link', for all, and 'within' or 'between' too; give one")
-        inside = found.get("link", found.get("within"))
-        outside = found.get("link", found.get("between"))
+        inside = entries.get("link", entries.get("within"))
+        outside = entries.get("link", entries.get("between"))
         if inside is None and per_host > 1 and devices > 1:
             raise PartitionError("the cluster has no 'within': the link between devices of a host")
         if outside is None and per_host < devices:
@@ -83,12 +83,12 @@ class Cluster:
         unused = Link(math.inf)
         return Cluster(
             devices,
-            _whole(found["memory"], "memory"),
+            _whole(entries["memory"], "memory"),
             unused if inside is None else _link(inside, "within"),
             unused if outside is None else _link(outside, "between"),
             per_host,
-            _number(found.get("speed", 1.0), "speed"),
-            _number(found.get("handover", 0.0), "handover", least_open=False),
+            _number(entries.get("speed", 1.0), "speed"),
+            _number(entries.get("handover", 0.0), "handover", least_open=False),
         )
 
     def link(self, first: int, second: int) -> Link:
@@ -126,11 +126,11 @@ def _object(data: Any, what: str, known: set[str]) -> Mapping[str, Any]:
 
 
 def _link(data: Any, name: str) -> Link:
-    found = _object(data, name, {"bandwidth", "latency"})
-    if "bandwidth" not in found:
+    entries = _object(data, name, {"bandwidth", "latency"})
+    if "bandwidth" not in entries:
         raise PartitionError(f"{name} has no 'bandwidth', in bytes a second")
-    latency = _number(found.get("latency", 0.0), f"{name}.latency", least_open=False)
-    return Link(_number(found["bandwidth"], f"{name}.bandwidth"), latency)
+    latency = _number(entries.get("latency", 0.0), f"{name}.latency", least_open=False)
+    return Link(_number(entries["bandwidth"], f"{name}.bandwidth"), latency)
 
 
 def _number(value: Any, name: str, *, least_open: bool = True) -> float:

@@ -52,11 +52,11 @@ class Candidate:
 
     def __str__(self) -> str:
         a = self.layout
-        kept = "recomputing" if a.checkpoint else "keeping"
+        mode = "recomputing" if a.checkpoint else "keeping"
         replicas = f" x {a.replicas} replicas" if a.replicas > 1 else ""
         return (
             f"{a.schedule:<16}{a.stages:>5} stages on {a.ranks} ranks{replicas},"
-            f" {a.microbatches} micro-batches of {a.samples}, {kept:<11} {self.step_time * 1e3:10.2f} ms"
+            f" {a.microbatches} micro-batches of {a.samples}, {mode:<11} {self.step_time * 1e3:10.2f} ms"
             f"  bubble {self.bubble:4.0%}  {_size(self.memory)}"
         )
 
@@ -70,7 +70,7 @@ def search(space: Space) -> list[Candidate]:
     groups, which, ranks, bounds = _bounded(space)
     waiting: list[tuple[float, int, _Cut | None]] = [(float(b), i, None) for i, b in enumerate(bounds)]
     heapify(waiting)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     best = np.inf
     while waiting and waiting[0][0] * (1 - ROUNDING) < best:
         _, at, cut = heappop(waiting)
@@ -81,28 +81,28 @@ def search(space: Space) -> list[Candidate]:
             continue
         answer = _simulated(space, cut, best)
         if answer is not None:
-            found.append(answer)
+            candidates.append(answer)
             best = answer.step_time
-    if not found:
+    if not candidates:
         raise PartitionError(_nothing(space, bool(groups)))
-    return found[::-1]
+    return candidates[::-1]
 
 
 def every_candidate(space: Space) -> list[Candidate]:
     """All layouts, each with the faster of its cuts, fastest first."""
-    found = [
+    candidates = [
         answer
         for group, counts in _groups(space)
         for ranks in counts.tolist()
         if (answer := simulate_layout(space, replace(group, ranks=ranks))) is not None
     ]
-    return sorted(found, key=lambda c: (c.step_time, c.memory))
+    return sorted(candidates, key=lambda c: (c.step_time, c.memory))
 
 
 def simulate_layout(space: Space, layout: Layout) -> Candidate | None:
     """What a layout costs with the faster of its cuts, by time and by memory; None where neither fits."""
-    found = [c for cut in _cuts(space, layout) if (c := _simulated(space, cut)) is not None]
-    return min(found, key=lambda c: c.step_time, default=None)
+    candidates = [c for cut in _cuts(space, layout) if (c := _simulated(space, cut)) is not None]
+    return min(candidates, key=lambda c: c.step_time, default=None)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.export import Dim
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
+from intarsia.pipeline.stages.signature import CallSignature, TensorSpec, longer
 from intarsia.pipeline.stages.stage import Stage, StageForm
 from intarsia.pipeline.stages.tree_stage import TreeStage
 
@@ -61,8 +61,8 @@ def compile_stages(
             following = stage(*values)
         form = stage.form if isinstance(stage, Stage) else None
         shapes = _grown_sizes(values, more[i]) if form is None else _open_sizes(form, stages.signature)
-        made = compile_with(checked, stage, tuple(values), dynamic_shapes=shapes)
-        parts.append(CompiledStage(made, stage))
+        program = compile_with(checked, stage, tuple(values), dynamic_shapes=shapes)
+        parts.append(CompiledStage(program, stage))
         values = following
     return parts
 
@@ -73,15 +73,14 @@ def _one_sample_more(stages: StageSequence, values: Sequence[Any]) -> list[Seque
         return []
     signature = stages.signature
     grown: Sequence[Any] = [
-        v if axis is None else torch.cat([v, v.narrow(axis, 0, 1)], axis)
-        for v, axis in zip(values, map(signature.axis, signature.tensors), strict=True)
+        longer(v, axis) for v, axis in zip(values, map(signature.axis, signature.tensors), strict=True)
     ]
-    found = []
+    inputs = []
     with torch.no_grad():
         for stage in stages:
-            found.append(grown)
+            inputs.append(grown)
             grown = stage(*grown)
-    return found
+    return inputs
 
 
 def _grown_sizes(values: Sequence[Any], more: Sequence[Any]) -> Any:

@@ -39,7 +39,8 @@ def choose_cuts(
     if len(allowed) < stages - 1:
         raise PartitionError(f"stages={stages} needs {stages - 1} cuts; the graph allows {len(allowed)}")
     line = _Line(weights, memory, speeds, caps, stages)
-    bounds = [0, *_candidates(line, crossing, allowed, stages), len(weights)]
+    places = cheapest_places(allowed, line.weight, crossing, max(_CANDIDATES, 4 * stages))
+    bounds = [0, *places, len(weights)]
     best = _bottleneck(line, bounds, stages)
     # A hair more than the slack: sums taken in another order differ in the last bits.
     return _fewest_bytes(line, bounds, crossing, stages, best * (1 + slack + 1e-9))
@@ -74,17 +75,21 @@ class _Line:
         return (self.weight[last] - self.weight[first]) / self.speeds[stage]
 
 
-def _candidates(line: _Line, crossing: Sequence[float], allowed: Sequence[int], stages: int) -> list[int]:
-    """At most a few hundred allowed positions: the cheapest crossing in each stretch of equal weight."""
-    limit = max(_CANDIDATES, 4 * stages)
-    if len(allowed) <= limit:
-        return list(allowed)
-    step = (line.weight[-1] or 1.0) / limit
+def cheapest_places(
+    places: Sequence[int], sums: Sequence[float], crossing: Sequence[float], most: int
+) -> list[int]:
+    """At most about `most` of these places: the cheapest to cut at in each stretch of equal weight.
+
+    `sums[i]` is the weight before place `i`.
+    """
+    if len(places) <= most:
+        return list(places)
+    step = (sums[-1] or 1.0) / most
     best: dict[int, int] = {}
-    for position in allowed:
-        bucket = int(line.weight[position] / step)
-        if bucket not in best or crossing[position] < crossing[best[bucket]]:
-            best[bucket] = position
+    for place in places:
+        stretch = int(sums[place] / step)
+        if stretch not in best or crossing[place] < crossing[best[stretch]]:
+            best[stretch] = place
     return sorted(best.values())
 
 

@@ -97,9 +97,9 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
     equal was computed from nothing but the model's configuration. Other buffers are left out.
     """
     fill = getattr(model, "_init_weights", None)
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     if not callable(fill):
-        return found
+        return values
     for path, module in model.named_modules():
         names = [n for n in module._non_persistent_buffers_set if _is_meta(module._buffers.get(n))]
         if not names:
@@ -108,8 +108,8 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name in names:
             first, second = (run.get(name) for run in runs)
             if first is not None and second is not None and torch.equal(first, second):
-                found[f"{path}.{name}" if path else name] = first
-    return found
+                values[f"{path}.{name}" if path else name] = first
+    return values
 
 
 def _is_meta(buffer: Tensor | None) -> bool:

@@ -6,23 +6,73 @@ longer forbids every cut.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.export_context import kept_messages, short_stack_traces
 from intarsia.capture.output_objects import opening
-from intarsia.capture.quiet import kept_messages
-from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 from intarsia.graph.alias import memory_of
-from intarsia.pipeline.stages.batch import Axes
-from intarsia.pipeline.stages.chance import export_without_chance
-from intarsia.pipeline.stages.counters import trace_without_counters
-from intarsia.pipeline.stages.own_checkpoints import checkpointed_modules
+from intarsia.pipeline.stages.behaviour import export_without_chance, trace_without_counters
+from intarsia.pipeline.stages.signature import Axes
+
+_FILE = torch.utils.checkpoint.__file__
+
+
+@contextmanager
+def checkpointed_modules(model: nn.Module) -> Iterator[list[str]]:
+    """Gives a list, of the outermost modules that are called inside `torch.utils.checkpoint`, by name.
+
+    What a checkpoint computes beside calls of modules has no name, and is not noticed. Meanwhile reentrant
+    checkpoints compute as if there were none: they run without gradients, which export would take for the
+    model's wish.
+    """
+    names: list[str] = []
+
+    def before(name: str) -> None:
+        if not any(name == outer or name.startswith(f"{outer}.") for outer in names) and _inside(
+            sys._getframe(1)
+        ):
+            names.append(name)
+
+    reentrant = torch.utils.checkpoint.CheckpointFunction
+    with ExitStack() as stack:
+        torch.utils.checkpoint.CheckpointFunction = _Transparent  # type: ignore[misc,assignment]
+        stack.callback(setattr, torch.utils.checkpoint, "CheckpointFunction", reentrant)
+        for name, module in model.named_modules():
+            if name:
+                hook = module.register_forward_pre_hook(lambda *_, name=name: before(name))
+                stack.callback(hook.remove)
+        yield names
+
+
+class _Transparent:
+    """What `torch.utils.checkpoint` calls when it is reentrant; a test notices if that changes."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """The function's answer."""
+        return function(*args)
+
+
+def _inside(frame: FrameType | None) -> bool:
+    """Whether `torch.utils.checkpoint` is among the callers."""
+    while frame is not None:
+        if frame.f_code.co_filename == _FILE:
+            return True
+        frame = frame.f_back
+    return False
+
 
 # Guards that hold device and dtype of the example: the signature's own check takes their place.
 _GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
@@ -66,12 +116,12 @@ def export_model(
 
 def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes) -> Any:
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
-    found = False
+    is_open = False
     for tensor, axis in zip(pytree.tree_leaves((args, kwargs)), axes, strict=False):
         if axis is not None and tensor.shape[axis] > 1:  # a length of one is always taken as fixed
             shapes[tensor] = {axis: Dim.AUTO}
-            found = True
-    return shapes.dynamic_shapes(model, args, kwargs) if found else None  # type: ignore[no-untyped-call]
+            is_open = True
+    return shapes.dynamic_shapes(model, args, kwargs) if is_open else None  # type: ignore[no-untyped-call]
 
 
 def _drop_guards(module: fx.GraphModule) -> None:

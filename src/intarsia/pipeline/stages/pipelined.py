@@ -10,11 +10,11 @@ from torch import nn
 
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.gpipe.gpipe import GPipe
-from intarsia.pipeline.stages.borrowed import Borrowed, place_stages
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
+from intarsia.pipeline.stages.signature import CallSignature, TensorSpec, longer
 from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.statistics import DeferredCount, DeferredNode, defer_statistics
+from intarsia.pipeline.stages.tied import Borrowed, place_stages
 
 
 class Pipelined(StageSequence):
@@ -58,11 +58,11 @@ class Pipelined(StageSequence):
         samples = next((t.shape[axis] for t, axis in zip(tensors, axes, strict=True) if axis is not None), 1)
         missing = self.signature.least - samples
         if samples and missing > 0 and self._may_fill:
-            tensors = [_filled(t, axis, missing) for t, axis in zip(tensors, axes, strict=True)]
+            tensors = [longer(t, axis, missing) for t, axis in zip(tensors, axes, strict=True)]
         size = samples + max(0, missing) if self._may_fill and samples else samples
         sizes = chunk_sizes(size, self.chunks, self.signature.least)
         self._check_lengths(tensors, sizes)
-        given = [
+        parts = [
             t if t.ndim == 0 else t.movedim(a, 0) if a is not None else t.unsqueeze(0).expand(size, *t.shape)
             for t, a in zip(tensors, axes, strict=True)
         ]
@@ -70,12 +70,12 @@ class Pipelined(StageSequence):
             weight.refresh()
         for norm in self.deferred:
             norm.begin(max(1, len(sizes)))
-        made = self.engine(tuple(given), sizes or None)
+        results = self.engine(tuple(parts), sizes or None)
         if size > samples:
-            made = tuple(m.narrow(0, 0, samples) for m in made)
+            results = tuple(m.narrow(0, 0, samples) for m in results)
         specs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
         return self.signature.unflatten(
-            [m.movedim(0, self.signature.axis(s) or 0) for m, s in zip(made, specs, strict=True)]
+            [m.movedim(0, self.signature.axis(s) or 0) for m, s in zip(results, specs, strict=True)]
         )
 
     def train(self, mode: bool = True) -> Pipelined:
@@ -119,13 +119,6 @@ def chunk_sizes(samples: int, chunks: int, least: int) -> list[int]:
         return sizes
     count = max(1, min(chunks, samples // least))
     return [samples // count + (i < samples % count) for i in range(count)]
-
-
-def _filled(tensor: torch.Tensor, axis: int | None, missing: int) -> torch.Tensor:
-    if axis is None:
-        return tensor
-    last = tensor.narrow(axis, tensor.shape[axis] - 1, 1)
-    return torch.cat([tensor, *[last] * missing], axis)
 
 
 class _Spread(nn.Module):

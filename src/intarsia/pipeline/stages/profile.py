@@ -68,9 +68,9 @@ class MadeUp:
         """The least of `repeats` runs."""
         values = pytree.tree_map_only(Tensor, lambda t: _made_up(t, self.device), (args, kwargs))
         try:
-            made, options = on_device(values, self.device)
-            cost = measure_node(target, made, options, repeats)
-            return replace(cost, apart=measure_apart(target, made, options, repeats)) if apart else cost
+            arguments, options = on_device(values, self.device)
+            cost = measure_node(target, arguments, options, repeats)
+            return replace(cost, apart=measure_apart(target, arguments, options, repeats)) if apart else cost
         except Exception as error:
             raise PartitionError(
                 f"{target} cannot be measured on random values ({error}); costs='analytic' computes them"
@@ -102,9 +102,9 @@ class DeviceSpeed:
         with FlopCounterMode(display=False) as forward, torch.enable_grad():
             seen, seen_options = pytree.tree_map_only(Tensor, _behind, (again, options))
             value = target(*seen, **seen_options)
-        made = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
-        moved = _bytes([*(v for v in fresh if isinstance(v, Tensor)), *made]) / self.bytes
-        roots = [v for v in made if v.requires_grad]
+        results = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
+        moved = _bytes([*(v for v in fresh if isinstance(v, Tensor)), *results]) / self.bytes
+        roots = [v for v in results if v.requires_grad]
         ahead = forward.get_total_flops() / self.flops + moved
         if not roots or not grown:
             return Cost(ahead)
@@ -184,7 +184,7 @@ def saved_bytes(trace: Trace) -> list[int]:
     # Fake tensors of the example's own lengths: the capture's open lengths must not be narrowed by this run.
     with FakeTensorMode() as mode, torch.enable_grad():
         runner.run(*trace.fakes(mode, trace.signature.example))
-    return [runner.kept.get(n, 0) for n in trace.line.nodes]
+    return [runner.saved.get(n, 0) for n in trace.line.nodes]
 
 
 def weight_bytes(trace: Trace) -> list[int]:
@@ -260,19 +260,19 @@ class _Saver(fx.Interpreter):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.module, graph=trace.graph)
         self.trace = trace
-        self.kept: dict[fx.Node, int] = {}
+        self.saved: dict[fx.Node, int] = {}
         self.seen: set[Any] = set()
         self.held: list[torch.Tensor] = []
 
     def run(self, *args: Any, **options: Any) -> Any:
         # Weights are there anyway: keeping one costs nothing.
         holders = [n for n in self.trace.graph.nodes if n.op == "placeholder"]
-        given = list(args)
+        values = list(args)
         for i, (node, value) in enumerate(zip(holders, args, strict=True)):
             if node in self.trace.states:
-                given[i] = value.detach().requires_grad_(self.trace.states[node].tensor.requires_grad)
-                self.seen.add(_storage(given[i]))
-        return super().run(*given, **options)
+                values[i] = value.detach().requires_grad_(self.trace.states[node].tensor.requires_grad)
+                self.seen.add(_storage(values[i]))
+        return super().run(*values, **options)
 
     def run_node(self, n: fx.Node) -> Any:
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -280,7 +280,7 @@ class _Saver(fx.Interpreter):
             if key not in self.seen:
                 self.seen.add(key)
                 self.held.append(tensor)  # alive, so that its storage is not mistaken for another
-                self.kept[n] = self.kept.get(n, 0) + tensor.numel() * tensor.element_size()
+                self.saved[n] = self.saved.get(n, 0) + tensor.numel() * tensor.element_size()
             return tensor
 
         with saved_tensors_hooks(pack, lambda t: t):
@@ -348,10 +348,10 @@ def _made_up(value: Tensor, device: torch.device) -> Tensor:
     memory = torch.zeros(extent, dtype=value.dtype, device=device)
     if value.is_floating_point():
         memory.uniform_()
-    made = memory.as_strided(value.shape, value.stride())
+    tensor = memory.as_strided(value.shape, value.stride())
     if isinstance(value, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=value.requires_grad)
-    return made.requires_grad_(value.requires_grad)
+        return torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
+    return tensor.requires_grad_(value.requires_grad)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -20,14 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.quiet import kept_messages
+from intarsia.capture.export_context import kept_messages
 from intarsia.compare import disagreement
 from intarsia.errors import DifferenceWarning
 from intarsia.graph.nodes import whereabouts
 from intarsia.graph.rows import Doubt, doubt_about
-from intarsia.pipeline.stages.batch import Axes, BatchDims
+from intarsia.pipeline.gpipe.effects import trial
+from intarsia.pipeline.stages.signature import Axes, BatchDims
 from intarsia.pipeline.stages.trace import Trace, trace
-from intarsia.pipeline.stages.trial import trial
 
 # Two batch lengths that hardly any other size equals; fake tensors of them cost nothing.
 _LENGTHS = (61, 67)
@@ -245,16 +245,16 @@ def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
 def _holders(captured: Trace, lanes: list[list[Any]]) -> list[Any]:
     """The arguments of the graph, each a value for every lane."""
     inputs = dict(zip(captured.inputs, zip(*lanes, strict=True), strict=True))
-    found: list[Any] = []
+    values: list[Any] = []
     for node in captured.graph.nodes:
         if node.op != "placeholder":
             continue
         if node in captured.states:
             state = captured.states[node].tensor.detach()
-            found.append(_Lanes([state.clone() if node in captured.line.written else state for _ in lanes]))
+            values.append(_Lanes([state.clone() if node in captured.line.written else state for _ in lanes]))
         else:
-            found.append(_Lanes(list(inputs[node])) if node in inputs else None)
-    return found
+            values.append(_Lanes(list(inputs[node])) if node in inputs else None)
+    return values
 
 
 class _Lanes(list[Any]):

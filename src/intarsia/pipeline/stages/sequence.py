@@ -96,6 +96,7 @@ class StageSequence(nn.Module):
         # Of a model on the meta device: values of buffers that no file of weights holds.
         self.buffer_values: dict[str, Any] = dict(buffer_values or {})
         self.training: bool = stages[0].training
+        self.layer_names: tuple[str, ...] = tuple(dict.fromkeys(n for s in stages for n in called_modules(s)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's answer."""
@@ -111,8 +112,7 @@ class StageSequence(nn.Module):
 
         None where it was cut by the graph: there each node draws by a key of its own.
         """
-        names = dict.fromkeys(name for stage in self for name in called_modules(stage))
-        return {name: model.get_submodule(name) for name in names}
+        return {name: model.get_submodule(name) for name in self.layer_names}
 
     def check_memory(self) -> None:
         """Refuse stages that are still on the meta device."""
@@ -154,30 +154,30 @@ class StageSequence(nn.Module):
     ) -> Iterator[tuple[str, Any]]:
         if not recurse:
             return
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for stage in self:
             for name, value in getattr(stage, kind)(remove_duplicate=False):
-                found.setdefault(name, value)
+                values.setdefault(name, value)
         # In the plain model's order, by which an optimizer's state is saved.
         place = {key: i for i, key in enumerate(self.keys)}
         seen: set[int] = set()
-        for name in sorted(found, key=lambda n: place.get(n, len(place))):
-            if remove_duplicate and id(found[name]) in seen:
+        for name in sorted(values, key=lambda n: place.get(n, len(place))):
+            if remove_duplicate and id(values[name]) in seen:
                 continue
-            seen.add(id(found[name]))
-            yield (f"{prefix}.{name}" if prefix else name), found[name]
+            seen.add(id(values[name]))
+            yield (f"{prefix}.{name}" if prefix else name), values[name]
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """The plain model's `state_dict`, key for key, in its order."""
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for stage in self:
             for key, value in stage.state_dict(keep_vars=keep_vars).items():
-                found.setdefault(key, value)
+                state.setdefault(key, value)
         answer = destination if destination is not None else {}
-        for key in [*(k for k in self.keys if k in found), *(k for k in found if k not in set(self.keys))]:
-            answer[prefix + key] = found[key]
+        for key in [*(k for k in self.keys if k in state), *(k for k in state if k not in set(self.keys))]:
+            answer[prefix + key] = state[key]
         return answer
 
     def load_state_dict(

@@ -1,15 +1,22 @@
-"""How a captured model is called: which tensors go in, in what shapes, and how the answer is put together."""
+"""How a captured model is called: which tensors go in, where samples are in them, and what comes out.
+
+`Dim.AUTO` gives every input a symbol of its own, so symbols alone would send a padding mask whole to every
+micro-batch.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError
+from intarsia.pipeline.gpipe.effects import trial
 
 Dim = int | str  # a fixed length, or the name of a length that may change
 
@@ -49,6 +56,11 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}".replace("'", "")
+
+
+def value_name(spec: TensorSpec | str) -> str:
+    """The name of a value at a border: a tensor, or a whole number that goes by its name."""
+    return spec if isinstance(spec, str) else spec.name
 
 
 @dataclass(frozen=True)
@@ -103,20 +115,20 @@ class CallSignature:
 
     def lengths(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """The value of every named length in this call; refuses shapes the capture does not cover."""
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         for want, got in zip(self.tensors, tensors, strict=True):
             for dim, size in zip(want.shape, got.shape, strict=True):
                 if isinstance(dim, str) and dim.isidentifier():
-                    self._bind(found, dim, size, want)
+                    self._bind(lengths, dim, size, want)
         for want, got in zip(self.tensors, tensors, strict=True):
-            if want.sizes(found) != tuple(got.shape):
+            if want.sizes(lengths) != tuple(got.shape):
                 raise InputError(f"{want.name} has shape {tuple(got.shape)}; the stages were cut for {want}")
-        return found | {alias: found[length] for alias, length in self.same.items()}
+        return lengths | {alias: lengths[length] for alias, length in self.same.items()}
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
         """The model's answer from the tensors of the last stage."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(o, TensorSpec) else o.value for o in self.outputs]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(o, TensorSpec) else o.value for o in self.outputs]
         return pytree.tree_unflatten(leaves, self.out_spec)
 
     def splits(self, spec: TensorSpec) -> bool:
@@ -129,10 +141,10 @@ class CallSignature:
             return None
         if spec.name in self.axes:
             return self.axes[spec.name]
-        found = [i for i, dim in enumerate(spec.shape) if dim == self.batch]
+        places = [i for i, dim in enumerate(spec.shape) if dim == self.batch]
         if isinstance(self.batch, int):
-            return 0 if 0 in found else None  # a number may stand elsewhere by chance
-        return found[0] if len(found) == 1 else None
+            return 0 if 0 in places else None  # a number may stand elsewhere by chance
+        return places[0] if len(places) == 1 else None
 
     @property
     def least(self) -> int:
@@ -148,7 +160,7 @@ class CallSignature:
         known = {name: kwargs[name] for name in self.keywords if name in kwargs}
         return known | {name: value for name, value in kwargs.items() if name not in known}
 
-    def _bind(self, found: dict[str, int], dim: str, size: int, want: TensorSpec) -> None:
+    def _bind(self, lengths: dict[str, int], dim: str, size: int, want: TensorSpec) -> None:
         low, high = self.ranges.get(dim, (0, 2**62))
         if not low <= size <= high:
             top = "" if high >= 2**31 else f" to {high}"
@@ -156,8 +168,8 @@ class CallSignature:
                 f"{want.name} has a length of {size} where the capture holds for {low}{top}"
                 f"{' or more' if not top else ''}; split with an example of that length"
             )
-        if found.setdefault(dim, size) != size:
-            raise InputError(f"{want.name} has a length of {size} where another input has {found[dim]}")
+        if lengths.setdefault(dim, size) != size:
+            raise InputError(f"{want.name} has a length of {size} where another input has {lengths[dim]}")
 
 
 def _tensor(want: TensorSpec, leaf: Any) -> torch.Tensor:
@@ -177,3 +189,114 @@ def _same(leaf: Any, value: Any) -> bool:
     ):
         return bool(leaf == value)
     return leaf is value or bool(leaf == value)
+
+
+Axes = list[int | None]
+BatchDims = Mapping[str, Any] | Sequence[Any]
+"""By position or by parameter name: an axis, None for a tensor that every micro-batch gets whole, or a pytree
+of those. Arguments that are left out are judged by their sizes."""
+
+
+def longer(tensor: torch.Tensor, axis: int | None, count: int = 1) -> torch.Tensor:
+    """A tensor with copies of its last sample; the tensor itself where it holds no samples."""
+    if axis is None:
+        return tensor
+    return torch.cat([tensor, *[tensor.narrow(axis, tensor.shape[axis] - 1, 1)] * count], axis)
+
+
+def batch_axes(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims | None
+) -> tuple[Axes, list[bool]]:
+    """The batch axis of every leaf of a call, and whether the user said so.
+
+    Unless the user says otherwise, the first tensor's first dimension is the batch, and every tensor whose
+    first dimension has that length is divided.
+    """
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    stated = [
+        _counted(axis, leaf)
+        for axis, leaf in zip(_stated(model, args, kwargs, batch_dims), leaves, strict=True)
+    ]
+    sizes = [
+        leaf.shape[0 if axis is _UNSAID else axis]
+        for leaf, axis in zip(leaves, stated, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and axis is not None
+    ]
+    axes: Axes = []
+    for leaf, axis in zip(leaves, stated, strict=True):
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            axes.append(None)
+        elif axis is _UNSAID:
+            axes.append(0 if sizes and leaf.shape[0] == sizes[0] else None)
+        elif axis is not None and leaf.shape[axis] != sizes[0]:
+            raise InputError(
+                f"batch_dims says that axis {axis} of a tensor of shape {tuple(leaf.shape)} is the batch,"
+                f" but the batch has a length of {sizes[0]}"
+            )
+        else:
+            axes.append(axis)
+    return axes, [axis is not _UNSAID for axis in stated]
+
+
+def _counted(axis: Any, leaf: Any) -> Any:
+    """An axis counted from the front."""
+    if axis is None or axis is _UNSAID or not isinstance(leaf, torch.Tensor):
+        return axis
+    if axis not in range(-leaf.ndim, leaf.ndim):
+        raise InputError(f"batch_dims gives axis {axis} of a tensor of shape {tuple(leaf.shape)}")
+    return axis % leaf.ndim
+
+
+def needs_its_batch(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes, leaf: int
+) -> bool:
+    """Whether leaf number `leaf` must grow with the batch: the model is run with one more sample without it.
+
+    The graph does not tell where the model only indexes a tensor by sample. If the larger batch runs with the
+    tensor as it is, its length equals the batch's by chance.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    grown = [
+        longer(v, axis if i != leaf else None) for i, (v, axis) in enumerate(zip(leaves, axes, strict=True))
+    ]
+    again, options = pytree.tree_unflatten(grown, spec)
+    try:
+        with trial(model), torch.no_grad():
+            model(*again, **options)
+    except Exception:  # whatever a model says to a call of the wrong form
+        return True
+    return False
+
+
+_UNSAID: Any = object()
+
+
+def _stated(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims | None
+) -> list[Any]:
+    """What the user said of every leaf."""
+    names = list(inspect.signature(model.forward).parameters)
+    by_name = isinstance(batch_dims, Mapping)
+    known: dict[Any, Any] = (
+        dict(batch_dims) if isinstance(batch_dims, Mapping) else dict(enumerate(batch_dims or ()))
+    )
+    axes: list[Any] = []
+    for i, value in enumerate(args):
+        key: Any = i if not by_name else names[i] if i < len(names) else None
+        axes += _spread(known.pop(key, _UNSAID), value)
+    for name, value in kwargs.items():
+        axes += _spread(known.pop(name, _UNSAID), value)
+    if known:
+        raise InputError(f"batch_dims names {', '.join(map(repr, known))}, which the example does not give")
+    return axes
+
+
+def _spread(said: Any, value: Any) -> list[Any]:
+    """One axis for every leaf of an argument: the same for all, or a pytree of the argument's own form."""
+    leaves, spec = pytree.tree_flatten(value)
+    if said is None or said is _UNSAID or isinstance(said, int):
+        return [said] * len(leaves)
+    axes, form = pytree.tree_flatten(said, is_leaf=lambda v: v is None)
+    if len(axes) != len(leaves):
+        raise InputError(f"batch_dims gives {form}, but the argument is {spec}")
+    return axes

@@ -17,11 +17,42 @@ from intarsia.graph.alias import memory_of
 from intarsia.graph.piece import Piece, pieces_at, relayed
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.stages.devices import retarget
-from intarsia.pipeline.stages.draws import Draws, keyed_program, number_draws
-from intarsia.pipeline.stages.graft import graft_tensor
-from intarsia.pipeline.stages.recompute import module_names, recomputed_program
-from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.program import (
+    Draws,
+    keyed_program,
+    module_names,
+    number_draws,
+    recomputed_program,
+)
+from intarsia.pipeline.stages.signature import TensorSpec, value_name
 from intarsia.pipeline.stages.trace import State, Trace
+
+
+def graft_tensor(root: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool) -> None:
+    """Register a parameter or buffer, making the modules on the way."""
+    module, leaf = _holder(root, name)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(leaf, tensor)
+    else:
+        module.register_buffer(leaf, tensor, persistent=persistent)
+
+
+def graft_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Register a module, making the modules on the way."""
+    holder, leaf = _holder(root, name)
+    holder.add_module(leaf, module)
+
+
+def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    *path, leaf = name.split(".")
+    module = root
+    for part in path:
+        if part not in module._modules:
+            child = nn.Module()
+            child.training = root.training
+            module.add_module(part, child)
+        module = module.get_submodule(part)
+    return module, leaf
 
 
 @dataclass(frozen=True)
@@ -84,14 +115,14 @@ class Stage(nn.Module):
                 f" norm are fixed by the capture; split the model again after model.{_call(self.training)}"
             )
         form = self.form
-        known = dict(zip(map(_name, form.takes), values, strict=True))
+        known = dict(zip(map(value_name, form.takes), values, strict=True))
         known |= self.states()
         if is_recomputing():  # the statistics were updated the first time; now they must be left alone
             known |= {name: known[name].clone() for name in form.written & form.states.keys()}
-        made = self.runner(*(known[name] for name in form.arguments))
-        known.update(zip(form.results, made, strict=True))
+        results = self.runner(*(known[name] for name in form.arguments))
+        known.update(zip(form.results, results, strict=True))
         known |= {name: known[name].clone() for name in form.copied}
-        return tuple(known[_name(spec)] for spec in form.gives)
+        return tuple(known[value_name(spec)] for spec in form.gives)
 
     def states(self) -> dict[str, torch.Tensor]:
         """The tensors that the program reads, as they are now.
@@ -106,11 +137,11 @@ class Stage(nn.Module):
                 holders[path] = holder(above)._modules[name]  # type: ignore[assignment]
             return holders[path]
 
-        found = {}
+        states = {}
         for node, path in self.form.states.items():
             above, _, name = path.rpartition(".")
-            found[node] = getattr(holder(above), name)
-        return found
+            states[node] = getattr(holder(above), name)
+        return states
 
     @property
     def reuses_weights(self) -> bool:
@@ -174,8 +205,8 @@ def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None
     for name in names:
         if not any(fnmatchcase(path, name) for path in known):
             near = get_close_matches(name, sorted(known), n=3)
-            told = f"; near are {', '.join(map(repr, near))}" if near else ""
-            raise PartitionError(f"checkpoint names {name!r}, which is not a module of the graph{told}")
+            hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+            raise PartitionError(f"checkpoint names {name!r}, which is not a module of the graph{hint}")
 
 
 def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:
@@ -216,10 +247,6 @@ def _form(
         draws=draws,
         checkpointed=trace.checkpointed,
     )
-
-
-def _name(spec: TensorSpec | str) -> str:
-    return spec if isinstance(spec, str) else spec.name
 
 
 def _describe(trace: Trace, node: fx.Node) -> TensorSpec | str:

@@ -62,7 +62,7 @@ def defer_statistics(stages: Iterable[nn.Module], wanted: bool) -> list[Deferred
 
     `begin` of each starts a batch. A micro-batch is normalised by its own statistics as before.
     """
-    found: list[DeferredNode | DeferredCount] = []
+    norms: list[DeferredNode | DeferredCount] = []
     for stage in stages:
         if isinstance(stage, Stage) and isinstance(stage.runner, _Deferring):
             object.__setattr__(stage, "runner", stage.program)
@@ -79,8 +79,8 @@ def defer_statistics(stages: Iterable[nn.Module], wanted: bool) -> list[Deferred
                 " are computed again as a whole with checkpoint="
             )
         if stage.training:
-            found += _defer(stage)
-    return found
+            norms += _defer(stage)
+    return norms
 
 
 def _defer(stage: Stage) -> list[DeferredNode | DeferredCount]:
@@ -92,7 +92,7 @@ def _defer(stage: Stage) -> list[DeferredNode | DeferredCount]:
     holders = [node for node in graph.nodes if node.op == "placeholder"]
     pairs = zip(holders, form.arguments, strict=True)
     states = {node: form.states[name] for node, name in pairs if name in form.states}
-    found: list[DeferredNode | DeferredCount] = []
+    norms: list[DeferredNode | DeferredCount] = []
     for node in list(graph.nodes):
         state = states.get(node.args[3 if node.target is _BATCH_NORM else 0]) if node.args else None
         if node.target is _BATCH_NORM and node.args[5] and state is not None:
@@ -107,8 +107,8 @@ def _defer(stage: Stage) -> list[DeferredNode | DeferredCount]:
         with graph.inserting_before(node):
             node.replace_all_uses_with(graph.call_module(name, arguments))
         graph.erase_node(node)
-        found.append(deferred)
-    if found:
+        norms.append(deferred)
+    if norms:
         program.recompile()
         object.__setattr__(stage, "runner", program)
-    return found
+    return norms

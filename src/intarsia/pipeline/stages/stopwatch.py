@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intarsia.pipeline.cost import Cost, total
-from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.signature import value_name
 from intarsia.pipeline.stages.stage import Stage, build_stages
 from intarsia.pipeline.stages.trace import Trace
 
@@ -150,15 +150,15 @@ def measure_passes(stage: Stage, values: Sequence[Any], repeats: int) -> tuple[P
         flying = []
         for _ in range(IN_FLIGHT):
             # Copies: the program may change what it takes in place, which autograd forbids to a leaf.
-            known = {_name(s): _copy(v) for s, v in zip(form.takes, map(_alias, values), strict=True)}
+            known = {value_name(s): _copy(v) for s, v in zip(form.takes, map(_alias, values), strict=True)}
             known |= {name: _copy(w) if name in form.written else w for name, w in weights.items()}
             arguments = [known[name] for name in form.arguments]
             begin = synchronized(arguments)
             with torch.enable_grad():
-                made = stage.program(*arguments)
+                results = stage.program(*arguments)
             forward += synchronized(arguments) - begin
-            known.update(zip(form.results, made, strict=True))
-            gives = [known[_name(spec)] for spec in form.gives]
+            known.update(zip(form.results, results, strict=True))
+            gives = [known[value_name(spec)] for spec in form.gives]
             roots = [v for v in gives if isinstance(v, torch.Tensor) and v.requires_grad]
             flying.append((roots, [torch.ones_like(r) for r in roots]))
         for roots, grads in flying:
@@ -266,11 +266,11 @@ def _run(stage: Stage, values: Sequence[Any], mode: Any) -> tuple[list[torch.Ten
         name: torch.nn.Parameter(s.detach()) if s.requires_grad else s.clone()
         for name, s in stage.states().items()
     }
-    known = {_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)} | weights
+    known = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)} | weights
     with mode:
-        made = stage.program(*(known[name] for name in form.arguments))
-    known.update(zip(form.results, made, strict=True))
-    return [w for w in weights.values() if w.requires_grad], [known[_name(spec)] for spec in form.gives]
+        results = stage.program(*(known[name] for name in form.arguments))
+    known.update(zip(form.results, results, strict=True))
+    return [w for w in weights.values() if w.requires_grad], [known[value_name(spec)] for spec in form.gives]
 
 
 def synchronized(values: Sequence[Any]) -> float:
@@ -285,10 +285,6 @@ def synchronized(values: Sequence[Any]) -> float:
 def _held(costs: Sequence[Cost]) -> int:
     """Bytes of a stretch: what waits for backward, and gradients."""
     return IN_FLIGHT * sum(c.saved for c in costs) + sum(c.weights for c in costs)
-
-
-def _name(spec: TensorSpec | str) -> str:
-    return spec if isinstance(spec, str) else spec.name
 
 
 def _leaf(value: Any) -> Any:

@@ -17,9 +17,17 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import CaptureError
 from intarsia.graph.alias import changed_values, memory_of
 from intarsia.graph.line import Line, training_line
-from intarsia.pipeline.stages.batch import Axes, BatchDims, batch_axes, needs_its_batch
 from intarsia.pipeline.stages.export import export_model
-from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
+from intarsia.pipeline.stages.signature import (
+    Axes,
+    BatchDims,
+    CallSignature,
+    Fixed,
+    TensorSpec,
+    batch_axes,
+    needs_its_batch,
+    tensor_spec,
+)
 
 
 @dataclass(frozen=True)
@@ -61,14 +69,14 @@ class Trace:
 
     def changed_buffers(self) -> tuple[str, ...]:
         """The names of the buffers that a forward pass changes."""
-        found = set()
+        names = set()
         for node in self.line.nodes:
             # Its schema holds for both modes; in evaluation it reads the statistics alone.
             if node.target is torch.ops.aten.batch_norm.default and not node.args[5]:
                 continue
             roots = {root for value in changed_values(node) for root in memory_of(value)}
-            found |= {self.states[root].name for root in roots if root in self.states}
-        return tuple(sorted(found))
+            names |= {self.states[root].name for root in roots if root in self.states}
+        return tuple(sorted(names))
 
     def spec(self, node: fx.Node) -> TensorSpec:
         """What the tensor of a node looks like."""
@@ -115,7 +123,7 @@ def trace(
     ['linear']
     """
     args, kwargs = tuple(args), dict(kwargs or {})
-    axes, told = batch_axes(model, args, kwargs, batch_dims)
+    axes, stated = batch_axes(model, args, kwargs, batch_dims)
     program, checkpointed = export_model(model, args, kwargs, axes if dynamic_batch else [], dynamic_shapes)
     specs = program.graph_signature.input_specs
     holders = [n for n in program.graph.nodes if n.op == "placeholder"]
@@ -141,7 +149,7 @@ def trace(
             states[node] = _state(program, names, spec.target, bool(spec.persistent), known)
         else:
             raise CaptureError(f"the model takes {spec.target!r}, a {spec.kind.name.lower()}, into its graph")
-    axes = _settled(model, args, kwargs, axes, told, entries)
+    axes = _settled(model, args, kwargs, axes, stated, entries)
     same = _same_symbols(entries, axes)
     signature = _signature(program, entries, args, kwargs, axes, same)
     return Trace(
@@ -161,11 +169,11 @@ def _settled(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     axes: Axes,
-    told: Sequence[bool],
+    stated: Sequence[bool],
     entries: Sequence[TensorSpec | Fixed],
 ) -> Axes:
     """The axes once more, where the graph knows better, and where it leaves open what is a sample's."""
-    found = list(axes)
+    settled = list(axes)
     batch: Any = None
     for i, (entry, axis) in enumerate(zip(entries, axes, strict=True)):
         if axis is None or not isinstance(entry, TensorSpec):
@@ -174,14 +182,14 @@ def _settled(
         if batch is None or length == batch:
             batch = length
         elif isinstance(length, int):
-            if told[i]:
+            if stated[i]:
                 raise CaptureError(
                     f"batch_dims gives axis {axis} of {entry}, which the model fixes at {length}"
                 )
-            found[i] = None
-        elif not told[i] and not needs_its_batch(model, args, kwargs, axes, i):
-            found[i] = None
-    return found
+            settled[i] = None
+        elif not stated[i] and not needs_its_batch(model, args, kwargs, axes, i):
+            settled[i] = None
+    return settled
 
 
 def _same_symbols(entries: Sequence[TensorSpec | Fixed], axes: Axes) -> dict[Any, Any]:
@@ -194,12 +202,12 @@ def _same_symbols(entries: Sequence[TensorSpec | Fixed], axes: Axes) -> dict[Any
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(value), []).append(name)
+        names.setdefault(id(value), []).append(name)
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        found.setdefault(id(buffer), []).append(name)
-    return found
+        names.setdefault(id(buffer), []).append(name)
+    return names
 
 
 def _state(

@@ -18,19 +18,22 @@ from intarsia.errors import CaptureError
 from intarsia.graph.line import Line
 from intarsia.graph.piece import pieces_at, relayed
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
+from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers, trial
 from intarsia.pipeline.gpipe.keyed_random import SeenDraws, layer_place
-from intarsia.pipeline.stages.batch import BatchDims, batch_axes
-from intarsia.pipeline.stages.chance import trace_without_chance
-from intarsia.pipeline.stages.counters import trace_without_counters
+from intarsia.pipeline.stages.behaviour import TokenMeans, trace_without_chance, trace_without_counters
 from intarsia.pipeline.stages.samples import Incomparable, difference_in_halves
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
-from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
+from intarsia.pipeline.stages.signature import (
+    BatchDims,
+    CallSignature,
+    Fixed,
+    TensorSpec,
+    batch_axes,
+    tensor_spec,
+)
 from intarsia.pipeline.stages.stopwatch import measure_node
 from intarsia.pipeline.stages.tied import find_tied
-from intarsia.pipeline.stages.token_means import TokenMeans
 from intarsia.pipeline.stages.tree_stage import RandomPlaces, TreeStage, keep_the_rest, note_writes
-from intarsia.pipeline.stages.trial import trial
 
 _A_STAGE = 4  # modules, so that the balance has something to choose from
 # Modules in all, whatever the number of stages: random numbers begin anew with each module that is called, so
@@ -96,9 +99,9 @@ def split_tree(
     with trial(model), torch.no_grad():
         output = model(*args, **(kwargs or {}))
     signature = replace(_signature(model, list(bound), args, kwargs or {}, output, batch_dims), mixes=mixes)
-    made = StageSequence(parts, signature, report, list(model.state_dict()))
-    _verify(model, made, args, kwargs, reason)
-    return made
+    sequence = StageSequence(parts, signature, report, list(model.state_dict()))
+    _verify(model, sequence, args, kwargs, reason)
+    return sequence
 
 
 def _mixed(
@@ -129,8 +132,8 @@ class _Tracer(fx.Tracer):
         """A placeholder for each tensor; other arguments keep the example's value, which each call checks."""
         proxies = [self.create_proxy("placeholder", name, (), {}) for name in self.tensors]
 
-        def call(*given: Any) -> Any:
-            return root_fn(self.root, **self.fixed, **dict(zip(self.tensors, given, strict=True)))
+        def call(*values: Any) -> Any:
+            return root_fn(self.root, **self.fixed, **dict(zip(self.tensors, values, strict=True)))
 
         return call, proxies
 
@@ -196,7 +199,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         with TokenMeans() as seen, SeenDraws() as random:
             value = super().run_node(n)
-        if seen.found:
+        if seen.computed:
             self.means.append(n.name)
         if n.op != "call_module" and random.count:
             self.draws[n.name] = self.drawn
@@ -246,24 +249,24 @@ def _bind(
     except TypeError as error:
         raise CaptureError(f"the example does not fit forward: {error}") from error
     kinds = {name: p.kind for name, p in signature.parameters.items()}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if kinds[name] is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            arguments |= value
         elif kinds[name] is inspect.Parameter.VAR_POSITIONAL:
             raise CaptureError(
                 f"the model can be cut neither by its graph ({reason}) nor by its modules (*{name} is given)"
             )
         else:
-            found[name] = value
-    for name, value in found.items():
+            arguments[name] = value
+    for name, value in arguments.items():
         if isinstance(value, tuple | list | dict) and value:
             raise CaptureError(
                 f"the model can be cut neither by its graph ({reason}) nor by its modules"
                 f" (nested inputs: {name} is a {type(value).__name__})"
             )
     # In the order of the call, as its tensors will come.
-    return {name: found[name] for name in [*list(found)[: len(args)], *(kwargs or {})]}
+    return {name: arguments[name] for name in [*list(arguments)[: len(args)], *(kwargs or {})]}
 
 
 def _signature(
@@ -311,14 +314,14 @@ def _open(spec: TensorSpec, axis: int | None) -> TensorSpec:
 
 def _verify(
     model: nn.Module,
-    made: Callable[..., Any],
+    stages: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     reason: str,
 ) -> None:
     """Refuse a cut that answers differently from the model."""
     answers = []
-    for call in (model, made):
+    for call in (model, stages):
         with trial(model), torch.no_grad():
             torch.manual_seed(0)
             answers.append(pytree.tree_leaves(call(*args, **(kwargs or {}))))

@@ -16,7 +16,7 @@ from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.gpipe.keyed_random import call_layer, numbered_draws
-from intarsia.pipeline.stages.graft import graft_module, graft_tensor
+from intarsia.pipeline.stages.stage import graft_module, graft_tensor
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class TreeStage(nn.Module):
             )
         known = dict(zip(self.input_names, values, strict=True))
         with self._running():
-            made = _KeyedRun(self).run(*(known[name] for name in self.arguments))
-        known.update(zip(self.results, made, strict=True))
-        given = tuple(known[name] for name in self.output_names)
-        return given if self.answer is None else _tensors(given, self.answer)
+            results = _KeyedRun(self).run(*(known[name] for name in self.arguments))
+        known.update(zip(self.results, results, strict=True))
+        outputs = tuple(known[name] for name in self.output_names)
+        return outputs if self.answer is None else _tensors(outputs, self.answer)
 
     def _running(self) -> AbstractContextManager[None]:
         """Statistics were updated the first time; running again must leave them alone."""
@@ -105,8 +105,8 @@ class _KeyedRun(fx.Interpreter):
         return super().run_node(n)
 
 
-def _tensors(given: Sequence[Any], answer: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    leaves = pytree.tree_leaves(given)
+def _tensors(outputs: Sequence[Any], answer: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    leaves = pytree.tree_leaves(outputs)
     if len(leaves) != len(answer):
         raise InputError(
             f"the model answers with {len(leaves)} values; with the example it was {len(answer)}"

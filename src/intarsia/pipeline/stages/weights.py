@@ -1,9 +1,16 @@
-"""Stages given their weights from safetensors: those that were cut on the meta device get memory first."""
+"""Weights of stages from safetensors: one file, or the shards of a folder, read tensor by tensor.
+
+Stages that were cut on the meta device get memory first. A tensor is read into memory of its own: pages of a
+mapped file, as the safetensors library gives, count as the process's until the last view of it goes.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import json
+import math
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +18,103 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from intarsia.archive.tensors import DTYPES, MOST_HEADER
 from intarsia.errors import InputError
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.shards import StoredTensor, open_shards
 from intarsia.pipeline.stages.stage import Stage
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in its file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+    def read(self) -> torch.Tensor:
+        """The tensor in memory of its own: the file is read, not mapped, so nothing else of it is held."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        if not self.bytes:
+            return tensor
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            flat: Any = tensor.view(-1).view(torch.uint8).numpy()
+            into = memoryview(flat)
+            done = 0
+            while done < self.bytes:  # one read gives at most 2 GB
+                count = file.readinto(into[done:])
+                if not count:
+                    raise InputError(f"{self.file} ended while it was read")
+                done += count
+        return tensor
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def open_shards(path: str | Path) -> Mapping[str, StoredTensor]:
+    """The tensors of a safetensors file, or of a folder, by name; only headers are read.
+
+    A folder has `model.safetensors.index.json`, which names its shards, or one file, `model.safetensors`.
+    """
+    place = Path(path)
+    if place.is_file():
+        return dict(_entries(place))
+    if (place / INDEX).is_file():
+        return _indexed(place)
+    if (place / SINGLE).is_file():
+        return dict(_entries(place / SINGLE))
+    raise InputError(f"{path} is neither a safetensors file nor a folder with {INDEX} or {SINGLE}")
+
+
+def _indexed(folder: Path) -> Mapping[str, StoredTensor]:
+    try:
+        weight_map: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder / INDEX} has no weight_map: {error}") from error
+    for name in files:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise InputError(f"{folder / INDEX} names {name}, which is not in the folder")
+    entries = {(file, name): entry for file in files for name, entry in _entries(folder / file)}
+    listed = {(file, name) for name, file in weight_map.items()}
+    for file, name in sorted(listed ^ entries.keys()):
+        lacks = INDEX if (file, name) in entries else file
+        raise InputError(f"{folder / lacks} lacks {name}, which {INDEX if lacks == file else file} has")
+    return {name: entry for (_, name), entry in entries.items()}
+
+
+def _entries(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if length > min(MOST_HEADER, size - 8):
+            raise InputError(f"{file} is not a safetensors file, or is cut off")
+        text = stream.read(length)
+    try:
+        header: Mapping[str, Any] = json.loads(text)
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, _entry(file, entry, 8 + length, size)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{file} is not a safetensors file: its header cannot be read ({error!r})"
+        ) from error
+
+
+def _entry(file: Path, entry: Mapping[str, Any], base: int, size: int) -> StoredTensor:
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    start, end = entry["data_offsets"]
+    if not 0 <= start <= end <= size - base or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{entry} does not lie in the file")
+    return StoredTensor(file, dtype, shape, base + start, end - start)
+
 
 _SHOWN = 5  # names in an error
 
@@ -71,16 +171,16 @@ def memory_for_stages(
 ) -> None:
     """Give these stages memory for a checkpoint to be read into; buffers that none holds get their values."""
     slots = _slots(list(stages))
-    given = _buffer_values(stages, buffers)
+    values = _buffer_values(stages, buffers)
     for slot in slots.values():
         if not slot.saved:
-            _take_value(slot, given)
+            _take_value(slot, values)
     _fill([stages[i] for i in only], slots, device)
 
 
 def _fill(parts: Sequence[nn.Module], slots: Mapping[int, _Slot], device: Any) -> None:
     """Put a tensor with values in place of each, once for all the names it has, and the graph beside them."""
-    made: dict[int, Tensor | None] = {}
+    filled: dict[int, Tensor | None] = {}
     for part in parts:
         place = device if device is not None else "cpu" if _without_memory(part) else None
         for module in part.modules():
@@ -88,9 +188,9 @@ def _fill(parts: Sequence[nn.Module], slots: Mapping[int, _Slot], device: Any) -
                 for name, tensor in list(held.items()):
                     if tensor is None:
                         continue
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _filled(slots[id(tensor)], place)
-                    value: Any = made[id(tensor)]
+                    if id(tensor) not in filled:
+                        filled[id(tensor)] = _filled(slots[id(tensor)], place)
+                    value: Any = filled[id(tensor)]
                     if value is None:
                         del held[name]
                     else:
@@ -145,7 +245,7 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
     """Find every tensor of the model in the files, or say in one error what does not fit."""
     shards = open_shards(weights.path)
     rename = weights.rename or (lambda name: name)
-    given = _buffer_values(stages, weights.buffers)
+    values = _buffer_values(stages, weights.buffers)
     wrong, missing, known = [], [], {rename(key) for key in stages.keys}
     for slot in slots.values():
         known |= {rename(name) for name in slot.names}
@@ -158,7 +258,7 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
         if slot.saved:
             missing.append(rename(slot.name))
         else:
-            _take_value(slot, given)
+            _take_value(slot, values)
     extra = [name for name in shards if name not in known] if weights.strict else []
     problems = [
         f"{label} {_some(names)}"
@@ -172,20 +272,20 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
     raise InputError(f"{weights.path} {'; it '.join(problems)}{hint}")
 
 
-def _buffer_values(stages: StageSequence, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _buffer_values(stages: StageSequence, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The values of buffers that are known, or given by name; a name that is nowhere is an error."""
     held = {name for part in stages for name, _ in part.named_buffers(remove_duplicate=False)}
-    for name in given:
+    for name in buffers:
         if name not in held:
             near = difflib.get_close_matches(name, held, n=1)
-            told = f"; is {near[0]!r} meant?" if near else ""
-            raise InputError(f"buffers gives {name!r}, which is not a buffer of the model{told}")
-    return {**stages.buffer_values, **given}
+            hint = f"; is {near[0]!r} meant?" if near else ""
+            raise InputError(f"buffers gives {name!r}, which is not a buffer of the model{hint}")
+    return {**stages.buffer_values, **buffers}
 
 
-def _take_value(slot: _Slot, given: Mapping[str, Tensor]) -> None:
+def _take_value(slot: _Slot, values: Mapping[str, Tensor]) -> None:
     """The value of a buffer that no file holds: given, or already there; else it is refused by name."""
-    slot.value = next((given[n] for n in slot.names if n in given), None)
+    slot.value = next((values[n] for n in slot.names if n in values), None)
     if slot.value is not None and slot.value.shape != slot.tensor.shape:
         raise InputError(
             f"buffers gives {slot.name} the shape {list(slot.value.shape)}; it is {_form(slot.tensor)}"

@@ -1,9 +1,11 @@
-"""Modules of a stage that run again in the backward pass instead of keeping what they computed."""
+"""The program of a stage: its nodes draw by key, and named modules in it run again in the backward pass."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,11 +15,70 @@ from torch.utils.checkpoint import checkpoint
 
 from intarsia.errors import PartitionError, PipelineError
 from intarsia.graph.line import Line, training_line
-from intarsia.graph.nodes import modules
+from intarsia.graph.nodes import bodies_of, modules
 from intarsia.graph.piece import pieces_at
 from intarsia.pipeline.gpipe.checkpoint import enable_recomputing, is_recomputing
-from intarsia.pipeline.gpipe.keyed_random import current_key, using_key
-from intarsia.pipeline.stages.draws import Draws, keyed_program
+from intarsia.pipeline.gpipe.keyed_random import current_key, draws_of, keyed_draw, using_key
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The draws of a node: the number of its first among all of the model, and how many it makes."""
+
+    number: int
+    count: int
+
+
+def number_draws(graph: fx.Graph) -> dict[str, Draws]:
+    """Every node that draws, by its name; in the body of an operator (`cond`) behind that of the operator."""
+    draws: dict[str, Draws] = {}
+    total = 0
+
+    def walk(inner: fx.Graph, prefix: str) -> None:
+        nonlocal total
+        for node in inner.nodes:
+            if node.op != "call_function":
+                continue
+            for i, body in enumerate(bodies_of(node)):
+                walk(body.graph, f"{prefix}{node.name}/{i}/")
+            count = draws_of(node.target, node.args, node.kwargs)
+            if count:
+                draws[prefix + node.name] = Draws(total, count)
+                total += count
+
+    walk(graph, "")
+    return draws
+
+
+def keyed_program(program: nn.Module, draws: Mapping[str, Draws], prefix: str = "") -> nn.Module:
+    """A graph whose drawing nodes draw by key; the graph itself where there are none."""
+    drawing = {name.removeprefix(prefix).split("/")[0] for name in draws if name.startswith(prefix)}
+    if not isinstance(program, fx.GraphModule) or drawing.isdisjoint(
+        node.name for node in program.graph.nodes if node.op == "call_function"
+    ):
+        return program
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    bodies: dict[str, nn.Module] = {}
+    for node in program.graph.nodes:
+        for i, body in enumerate(bodies_of(node) if node.op == "call_function" else ()):
+            (target,) = (
+                str(n.target)
+                for n in node.all_input_nodes
+                if n.op == "get_attr" and operator.attrgetter(str(n.target))(program) is body
+            )
+            bodies[target] = keyed_program(body, draws, f"{prefix}{node.name}/{i}/")
+        copies[node] = copy = graph.node_copy(node, copies.__getitem__)
+        own = draws.get(prefix + node.name)
+        if own is not None and node.op == "call_function":  # in a later stage it is an input of that name
+            copy.args = (node.target, own.number, own.count, *copy.args)
+            copy.target = keyed_draw
+    held: dict[str, Any] = {
+        str(n.target): bodies.get(str(n.target)) or operator.attrgetter(str(n.target))(program)
+        for n in graph.nodes
+        if n.op in ("get_attr", "call_module")
+    }
+    return fx.GraphModule(held, graph)
 
 
 def module_names(program: fx.GraphModule) -> set[str]:
@@ -78,10 +139,10 @@ class _RecomputedProgram(nn.Module):
         for takes, gives, module, again, written in zip(
             self.takes, self.gives, self.runs, self.again, self.written, strict=True
         ):
-            given = [known[name] for name in takes]
+            arguments = [known[name] for name in takes]
             again = again and torch.is_grad_enabled()
-            made = _run_again(module, given, written) if again else module(*given)
-            known.update(zip(gives, made, strict=True))
+            results = _run_again(module, arguments, written) if again else module(*arguments)
+            known.update(zip(gives, results, strict=True))
         return tuple(constant if name is None else known[name] for name, constant in self.results)
 
 
@@ -90,8 +151,8 @@ def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]
     buffers = [v if w else None for v, w in zip(values, written, strict=True)]
     before = [None if v is None else v.detach().clone() for v in buffers]
 
-    def run(*given: Any) -> tuple[Any, ...]:
-        rest = iter(given)
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        rest = iter(inputs)
         again = is_recomputing()
         every = []
         for value, earlier, changes in zip(buffers, before, written, strict=True):
@@ -101,14 +162,16 @@ def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]
                 every.append(earlier.clone() if again and earlier is not None else value)
         return tuple(module(*every))
 
-    kept = [v for v, w in zip(values, written, strict=True) if not w]
-    versions = [v._version for v in kept if isinstance(v, torch.Tensor)]
+    unchanged = [v for v, w in zip(values, written, strict=True) if not w]
+    versions = [v._version for v in unchanged if isinstance(v, torch.Tensor)]
     # With a key nothing is to be put back, and other threads may use the generators.
     rng = current_key() is None
-    made = checkpoint(run, *kept, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng)
-    if [v._version for v in kept if isinstance(v, torch.Tensor)] != versions:
+    results = checkpoint(
+        run, *unchanged, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng
+    )
+    if [v._version for v in unchanged if isinstance(v, torch.Tensor)] != versions:
         raise PipelineError("a recomputed module changes its input in place")
-    return tuple(made)
+    return tuple(results)
 
 
 class _Recomputing(AbstractContextManager[None]):

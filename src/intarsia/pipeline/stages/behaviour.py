@@ -1,4 +1,4 @@
-"""Noticing that the way through a model is decided by random numbers, which tracing would freeze."""
+"""What a model does that no graph shows: it decides by chance, counts its calls, or averages over tokens."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from intarsia.errors import CaptureError
+from intarsia.pipeline.gpipe.effects import trial
 
 _DRAWS = {torch.rand, torch.rand_like, torch.Tensor.uniform_}
 _ENDS = (0.0, 1.0 - 2.0**-24)  # the least and the largest number that torch.rand gives
@@ -25,15 +27,15 @@ def trace_without_chance(trace: Callable[[], fx.Graph]) -> fx.Graph:
     LayerDrop compares a random number with a probability to skip a layer. Both ends are tried: where the
     probability is zero, both give the same graph.
     """
-    found: list[fx.Graph] = []
+    graphs: list[fx.Graph] = []
     for end in _ENDS:
         with _Dice(end) as dice, torch.random.fork_rng(), no_other_dice():
-            found.append(trace())
+            graphs.append(trace())
         if not dice.thrown:
             break
-    if len({str(graph) for graph in found}) > 1:
+    if len({str(graph) for graph in graphs}) > 1:
         raise CaptureError("which modules run is decided by random numbers, which tracing would freeze")
-    return found[0]
+    return graphs[0]
 
 
 def export_without_chance(export: Callable[[], ExportedProgram]) -> ExportedProgram:
@@ -51,20 +53,20 @@ def export_without_chance(export: Callable[[], ExportedProgram]) -> ExportedProg
     except Exception as error:
         if "data-dependent" not in str(error):  # no comparison with a number is in the way
             raise
-        found: list[ExportedProgram] = []
+        programs: list[ExportedProgram] = []
         for end in _ENDS:
             try:
                 with _KnownDice(end) as dice, torch.random.fork_rng(), no_other_dice():
-                    found.append(export())
+                    programs.append(export())
             except CaptureError:
                 raise
             except Exception:  # something else is in the way too
                 raise error from None
             if not dice.thrown:
-                return found[0]
-        if not _nothing_depends(*found):
+                return programs[0]
+        if not _nothing_depends(*programs):
             raise error
-        return found[0]
+        return programs[0]
 
 
 class _Dice(TorchFunctionMode):
@@ -154,3 +156,112 @@ def no_other_dice() -> Iterator[None]:
         raise CaptureError("it restores torch's generator (fork_rng), which tracing would omit")
     if drew:
         raise CaptureError("it draws random numbers in Python, which tracing would freeze")
+
+
+Result = TypeVar("Result")
+_Numbers = dict[tuple[nn.Module, str], Any]
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def trace_without_counters(
+    trace: Callable[[], Result], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Result:
+    """What `trace` gives; refused if it changed a number that another call of the model changes again.
+
+    What is set once, when a model is first called, is as good as a constant.
+    """
+    with _put_back(model) as before, _at_its_end(model) as ends:
+        result = trace()
+        ends.append(_numbers(model))
+    changed = {key for after in ends for key in after if after[key] != before.get(key)}
+    if changed:
+        with _put_back(model), trial(model), torch.no_grad():
+            model(*args, **kwargs)
+            once = _numbers(model)
+            model(*args, **kwargs)
+            twice = _numbers(model)
+        for module, name in changed:
+            if once.get((module, name)) != twice.get((module, name)):
+                raise CaptureError(
+                    f"{type(module).__name__} changes its {name} at every call, which tracing would freeze"
+                )
+    return result
+
+
+def _numbers(model: nn.Module) -> _Numbers:
+    """The numbers and words that modules keep as attributes."""
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and name not in _OF_TORCH
+    }
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[_Numbers]:
+    """Gives the numbers as they are, which they are again afterwards."""
+    before = _numbers(model)
+    try:
+        yield before
+    finally:
+        for (module, name), value in before.items():
+            vars(module)[name] = value
+
+
+@contextmanager
+def _at_its_end(model: nn.Module) -> Iterator[list[_Numbers]]:
+    """Gives a list; a call adds the numbers at its end, since export puts them back before it returns."""
+    ends: list[_Numbers] = []
+    hook = model.register_forward_hook(lambda *_: ends.append(_numbers(model)))
+    try:
+        yield ends
+    finally:
+        hook.remove()
+
+
+_ATEN = torch.ops.aten
+_MEANS = {
+    *(_ATEN.cross_entropy_loss, _ATEN.nll_loss, _ATEN.nll_loss_nd, _ATEN.nll_loss2d),
+    *(_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward),
+}
+_MEAN = 1  # how aten writes reduction="mean"
+
+
+class TokenMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether a mean of negative log likelihoods is computed while it is active.
+
+    >>> with TokenMeans() as seen:
+    ...     _ = torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
+    >>> seen.computed
+    True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.computed: bool = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.computed |= _is_token_mean(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def mean_inside(stage: nn.Module) -> str | None:
+    """The node of a stage that computes a mean over tokens itself, if there is one."""
+    program = getattr(stage, "program", None)
+    if not isinstance(program, fx.GraphModule):
+        return getattr(stage, "mean_node", None)  # of modules: what the example showed
+    return next((n.name for n in program.graph.nodes if _is_token_mean(n.target, n.args, n.kwargs)), None)
+
+
+def _is_token_mean(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if getattr(operator, "overloadpacket", None) not in _MEANS:
+        return False
+    arguments = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | dict(kwargs)
+    return bool(arguments.get("reduction", _MEAN) == _MEAN)

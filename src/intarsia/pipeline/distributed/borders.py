@@ -1,0 +1,277 @@
+"""What crosses each border, found before a step: under autocast, and between stages of modules.
+
+The graph of a stage runs on fake tensors once for each precision, so receive buffers are right before the
+first tensor arrives. A model that is cut along its modules decides by its data, which fake tensors do not
+have, so one micro-batch runs in order on the ranks that hold its stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from intarsia.errors import PartitionError, PipelineError
+from intarsia.pipeline.distributed.wire import wire_spec
+from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.gpipe.effects import trial
+from intarsia.pipeline.stages.compiled import CompiledStage
+from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec
+from intarsia.pipeline.stages.tree_stage import TreeStage
+
+Specs = tuple[TensorSpec | str, ...]
+Borders = list[tuple[Specs, Specs]]  # what each stage takes and gives
+Precision = torch.dtype | None
+
+
+def current_precision(device: torch.device) -> Precision:
+    """The dtype autocast computes in on a device now; None without autocast."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+@contextmanager
+def uncached_autocast(device: torch.device) -> Iterator[None]:
+    """The caller's autocast without its cache of weights, which would join the graphs of micro-batches."""
+    dtype = current_precision(device)
+    if dtype is None:
+        yield
+        return
+    with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+        yield
+
+
+def refuse_autocast(stages: Sequence[nn.Module], device: torch.device) -> None:
+    """Refuse autocast around compiled stages."""
+    if current_precision(device) is not None and any(isinstance(s, CompiledStage) for s in stages):
+        raise PartitionError(
+            "compiled stages compute in the precision they were compiled in; call without autocast"
+        )
+
+
+def borders_under_autocast(
+    stages: Sequence[nn.Module], borders: Borders, lengths: Mapping[str, int], device: torch.device
+) -> Borders:
+    """The borders with the dtypes and shapes found by running every stage on fake tensors, in order.
+
+    Autocast changes what an operation gives, so the dtypes of the capture do not hold. Nothing is allocated.
+    """
+    if current_precision(device) is None:
+        return borders
+    agreed: Borders = []
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), uncached_autocast(device):
+        values = [_fake(spec, lengths, device) for spec in borders[0][0]]
+        takes = borders[0][0]
+        for i, (stage, (_, gives)) in enumerate(zip(stages, borders, strict=True)):
+            values = _run(stage, values, mode, device)
+            gives = tuple(
+                as_found(spec, value.shape, value.dtype, lengths, i) if isinstance(spec, TensorSpec) else spec
+                for spec, value in zip(gives, values, strict=True)
+            )
+            agreed.append((takes, gives))
+            takes = gives
+    return agreed
+
+
+def _fake(spec: TensorSpec | str, lengths: Mapping[str, int], device: torch.device) -> torch.Tensor:
+    if isinstance(spec, str):
+        raise PartitionError(
+            f"{spec}, a number read from data, crosses a border; choose other cuts with cuts=..."
+        )
+    return torch.empty(spec.sizes(lengths), dtype=spec.dtype, device=device)
+
+
+def _run(
+    stage: nn.Module, values: Sequence[torch.Tensor], mode: FakeTensorMode, device: torch.device
+) -> list[torch.Tensor]:
+    states = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
+    fakes = {
+        name: torch.empty_like(mode.from_tensor(t, static_shapes=True), device=device) for name, t in states
+    }
+    return list(torch.func.functional_call(stage, fakes, tuple(values), tie_weights=False))
+
+
+def as_found(
+    spec: TensorSpec, shape: Sequence[int], dtype: torch.dtype, lengths: Mapping[str, int], stage: int
+) -> TensorSpec:
+    """A value that crosses as it was found by running the stage; its shape must be the expected one."""
+    if tuple(shape) != spec.sizes(lengths):
+        raise PartitionError(f"stage {stage} gives {tuple(shape)} for {spec}")
+    return replace(spec, dtype=dtype)
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, slice, range)
+
+
+@dataclass(frozen=True)
+class BorderForm:
+    """How the values at a border are put together from tensors, and from numbers that every rank knows."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[TensorSpec | Fixed, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors that cross."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+    def flatten(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The tensors of these values; refuses values of another form than the ranks agreed on."""
+        leaves, spec = pytree.tree_flatten(tuple(values))
+        if spec != self.spec:
+            raise PipelineError(f"a stage gives values of form {spec}, but the ranks agreed on {self.spec}")
+        tensors = []
+        for value, leaf in zip(leaves, self.leaves, strict=True):
+            if isinstance(leaf, TensorSpec) and isinstance(value, Tensor):
+                tensors.append(value)
+            elif isinstance(leaf, TensorSpec) or type(value) is not type(leaf.value) or value != leaf.value:
+                had = leaf if isinstance(leaf, TensorSpec) else repr(leaf.value)
+                raise PipelineError(
+                    f"{leaf.name} is {_said(value)} in this micro-batch, and was {had} in the one by which"
+                    " the ranks found what crosses; only the values of tensors may differ: cut elsewhere"
+                )
+        return tuple(tensors)
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The values at the border."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf.value for leaf in self.leaves]
+        values: tuple[Any, ...] = pytree.tree_unflatten(leaves, self.spec)
+        return values
+
+
+def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
+    """The form of a border's values; what cannot be told to another process is refused."""
+    entries: list[TensorSpec | Fixed] = []
+    for name, value in zip(names, values, strict=True):
+        leaves = pytree.tree_leaves(value)
+        for i, leaf in enumerate(leaves):
+            label = name if len(leaves) == 1 else f"{name}[{i}]"
+            if isinstance(leaf, DTensor):
+                raise PartitionError(
+                    f"{label} is a DTensor, of which each rank holds a part, and crosses a border: let the"
+                    " plan's module give a plain tensor (use_local_output=True)"
+                )
+            if isinstance(leaf, Tensor):
+                entries.append(TensorSpec(label, tuple(leaf.shape), leaf.dtype))
+            elif isinstance(leaf, _PLAIN):
+                entries.append(Fixed(label, leaf))
+            else:
+                raise PartitionError(
+                    f"{label}, {_said(leaf)}, crosses a border; it cannot travel between processes: cut"
+                    " elsewhere with cuts=..."
+                )
+    form = BorderForm(pytree.tree_structure(tuple(values)), tuple(entries))
+    if not form.tensors:
+        raise PartitionError("no tensor crosses a border; choose other cuts with cuts=...")
+    return form
+
+
+class FlatStage(nn.Module):
+    """A stage of modules that takes and gives tensors alone."""
+
+    reuses_weights = True  # perhaps: see TreeStage
+
+    def __init__(self, stage: nn.Module, takes: BorderForm, gives: BorderForm) -> None:
+        super().__init__()
+        self.stage: nn.Module = stage
+        self.takes: BorderForm = takes
+        self.gives: BorderForm = gives
+        self.training: bool = stage.training
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the next border."""
+        return self.gives.flatten(self.stage(*self.takes.unflatten(tensors)))
+
+
+def find_forms(
+    parts: Mapping[int, nn.Module],
+    stage_ranks: Sequence[int],
+    inputs: Sequence[Tensor],
+    world: World,
+    device: torch.device,
+) -> list[BorderForm]:
+    """What crosses each border, the first and the last included, for micro-batches like `inputs`.
+
+    The stages run once, in order, on the first rank's micro-batch; statistics and random numbers stay as they
+    were. What one stage raises is raised by all ranks of the pipeline.
+    """
+    values: tuple[Any, ...] = tuple(inputs)
+    forms: list[BorderForm] = []
+    for i, owner in enumerate(stage_ranks):
+        # The form before the first stage, the form behind, or why there is none.
+        message: list[Any] = [None, None, None]
+        error: Exception | None = None
+        if owner == world.rank:
+            try:
+                stage = parts[i]
+                assert isinstance(stage, TreeStage | CompiledStage)
+                before = None if i else border_form(values, stage.input_names)
+                with trial(stage), torch.no_grad(), uncached_autocast(device):
+                    values = stage(*values)
+                outputs = tuple(f"output {n}" for n in range(len(values)))
+                names = stage.output_names if stage.answer is None else outputs
+                message = [before, border_form(values, names), None]
+            except Exception as raised:
+                error, message = raised, [None, None, f"{type(raised).__name__} in stage {i}: {raised}"]
+        dist.broadcast_object_list(message, world.mine[owner], group=world.pipeline)
+        if error is not None:
+            raise error
+        if message[2] is not None:
+            raise PipelineError(f"rank {world.mine[owner]} failed with {message[2]}")
+        forms += [form for form in message[:2] if form is not None]
+        if i + 1 < len(stage_ranks):
+            values = _hand_over(values, forms[-1], owner, stage_ranks[i + 1], world, device)
+    return forms
+
+
+def _hand_over(
+    values: tuple[Any, ...], form: BorderForm, sender: int, taker: int, world: World, device: torch.device
+) -> tuple[Any, ...]:
+    """The values of a border, on the rank of the next stage."""
+    if sender == taker:
+        return values
+    if world.rank == sender:
+        tensors = [t.detach().cpu() for t in form.flatten(values)]
+        dist.send_object_list([tensors], world.mine[taker], group=world.pipeline)
+    elif world.rank == taker:
+        box: list[Any] = [None]
+        dist.recv_object_list(box, world.mine[sender], group=world.pipeline)
+        return form.unflatten([t.to(device) for t in box[0]])
+    return values
+
+
+def _said(value: Any) -> str:
+    return f"{value!r}" if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
+
+
+def tree_borders(
+    forms: Sequence[BorderForm], signature: CallSignature, lengths: Mapping[str, int]
+) -> Borders:
+    """The borders of stages of modules; the answer's tensors are those of the signature, as found."""
+    last = len(forms) - 1
+    wanted = [s for s in signature.outputs if isinstance(s, TensorSpec)]
+    answer = tuple(
+        as_found(spec, crossing.sizes({}), crossing.dtype, lengths, last - 1)
+        for spec, crossing in zip(wanted, forms[-1].tensors, strict=True)
+    )
+    for spec in (spec for form in forms[1:last] for spec in form.tensors):
+        wire_spec(spec, lengths)  # refuses what cannot travel
+    sides = [signature.tensors, *(form.tensors for form in forms[1:last]), answer]
+    return list(pairwise(sides))
+
+
+def border_specs(stage: nn.Module) -> tuple[Specs, Specs]:
+    """What a stage takes and gives; nothing where it is of modules: that is found when they first run."""
+    form = getattr(stage, "form", None)
+    if form is None:
+        return (), ()
+    return form.takes, form.gives
