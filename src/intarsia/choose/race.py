@@ -99,9 +99,9 @@ def round_s(names: Sequence[str], trials: Trials) -> float:
     return sum(trials[name].median if name in trials else lead for name in names)
 
 
-def is_quick(names: Sequence[str], trials: Trials) -> bool:
-    """Whether three rounds, which show a spread, take so little that a budget need not tell."""
-    return SPREAD_ROUNDS * round_s(names, trials) < _QUICK_S
+def is_quick(names: Sequence[str], trials: Trials, rounds: int = SPREAD_ROUNDS) -> bool:
+    """Whether these rounds (three show a spread) take so little that a budget need not tell."""
+    return rounds * round_s(names, trials) < _QUICK_S
 
 
 def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> int:
