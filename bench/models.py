@@ -1,6 +1,7 @@
 """More than twenty whole models against eager, torch.compile, torch.onnx + ONNX Runtime, OpenVINO's importer.
 
     python -m bench.models [names...] [--out bench-results] [--limit 900] [--tolerance 0.02] [--docs docs]
+    python -m bench.models [names...] --out bench-throughput-8 --throughput --batch 8
 
 Each model runs in a process of its own, with a limit on time. Results are kept as JSON in `--out`, and a run
 that was stopped continues with the models that have none. At the end: a table, results.json and chart.svg;
@@ -14,6 +15,7 @@ import json
 import math
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +52,8 @@ def bench(
     rounds: Annotated[int, typer.Option(help="rounds of a race", min=3)] = 40,
     inductor: Annotated[bool, typer.Option(help="run torch.compile too, which takes minutes")] = True,
     full: Annotated[bool, typer.Option(help="the size a model is known by")] = True,
+    batch: Annotated[int, typer.Option(help="times the example is repeated in a batch", min=1)] = 1,
+    throughput: Annotated[bool, typer.Option(help="several threads call at once")] = False,
     docs: Annotated[
         Path | None, typer.Option(help="folder whose choosing.md and measurements.md are filled in")
     ] = None,
@@ -65,7 +69,8 @@ def bench(
     for name in named:
         path = out / f"{name}.json"
         if not _is_done(path):
-            wish = Wish(name, full, rounds, budget, inductor=inductor, tolerance=tolerance)
+            wish = Wish(name, full, rounds, budget, inductor=inductor, tolerance=tolerance, batch=batch)
+            wish = replace(wish, objective="throughput") if throughput else wish
             reason = _run(wish, path, limit)
             console.print(f"{name}: {reason or 'measured'}", markup=False, highlight=False)
         results.append(_read(path, name))

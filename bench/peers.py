@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.utils import _pytree as pytree
 
 from intarsia.cache.machine import machine_key, package_version
 from intarsia.choose import Measured
+from intarsia.choose.measured import Objective
+from intarsia.choose.race import race_plans
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
 from intarsia.compiler import compile
@@ -48,6 +51,9 @@ _PAUSE_S = 0.05  # more than `timing.PAUSE_S`: some peers let their threads spin
 class Wish:
     """What to measure: the model, its size, rounds of the race, whether Inductor runs too.
 
+    With a `batch` the example is repeated so many times; for "throughput" several threads call at once, and
+    times are a call's share of them.
+
     `budget_s` is what a longer search may take, besides the default one, and `tolerance` what results may be
     off by in one more of our plans; with 0 there is none.
     """
@@ -59,32 +65,37 @@ class Wish:
     race_s: float = 30.0
     inductor: bool = True
     tolerance: float = 0.0
+    batch: int = 1
+    objective: Objective = "latency"
 
 
 def measure(wish: Wish, out: Path) -> None:
     """Measure a model and write what was found to `out`, stage by stage."""
     warnings.filterwarnings("ignore")
-    thing = specimen(wish.name, full=wish.full)
+    thing = _batched(specimen(wish.name, full=wish.full), wish.batch)
     with torch.no_grad():
         expected = thing.model(*thing.args, **thing.kwargs)
     facts: dict[str, Any] = {
         "name": wish.name,
         "full": wish.full,
+        "batch": wish.batch,
+        "objective": wish.objective,
         "weights": sum(p.numel() for p in thing.model.parameters()),
         "machine": machine_key(),
         "versions": {m: package_version(m) for m in ("torch", "onnxruntime", "openvino", "transformers")},
         "peers": {},
         "complete": False,
     }
+    usual = {} if wish.objective == "latency" else {"partition": Measured(wish.objective)}
     makers: dict[str, Callable[[], Timed]] = {
         EAGER: lambda: lambda: thing.model(*thing.args, **thing.kwargs),
         FIXED: lambda: _ours(thing, facts, "plan_fixed", partition="dependency"),
-        OURS: lambda: _ours(thing, facts, "plan"),
+        OURS: lambda: _ours(thing, facts, "plan", **usual),
         PEERS[1]: lambda: _onnxruntime(thing),
         PEERS[2]: lambda: _openvino(thing),
     }
     if wish.budget_s:
-        longer = Measured(budget_s=wish.budget_s)
+        longer = Measured(wish.objective, budget_s=wish.budget_s)
         makers[SEARCHED] = lambda: _ours(thing, facts, "plan_searched", partition=longer)
     if wish.tolerance:
         makers[TOLERANT] = lambda: _ours(thing, facts, "plan_tolerant", tolerance=wish.tolerance)
@@ -95,7 +106,7 @@ def measure(wish: Wish, out: Path) -> None:
         makers[FIXED]()
         calls = _made(makers, facts, expected)
         start = time.perf_counter()
-        _ours(thing, facts, "plan_again")
+        _ours(thing, facts, "plan_again", **usual)
         facts["compile_again_s"] = time.perf_counter() - start
     _race(calls, wish, facts)
     _write(facts, out)
@@ -132,14 +143,30 @@ def _made(
 
 
 def _race(calls: Mapping[str, Timed], wish: Wish, facts: dict[str, Any]) -> None:
-    with torch.no_grad():
-        took = race(calls, rounds=wish.rounds, budget_s=wish.race_s, warmup=1, pause_s=_PAUSE_S)
-    for name, timing in took.items():
+    if wish.objective == "throughput":
+        took = race_plans(calls, wish.objective, rounds=wish.rounds, budget_s=wish.race_s)
+    else:
+        with torch.no_grad():
+            timings = race(calls, rounds=wish.rounds, budget_s=wish.race_s, warmup=1, pause_s=_PAUSE_S)
+        took = {name: timing.seconds for name, timing in timings.items()}
+    for name, seconds in took.items():
         facts["peers"][name] |= {
-            "median_ms": timing.median * 1e3,
-            "best_ms": timing.best * 1e3,
-            "rounds": timing.rounds,
+            "median_ms": statistics.median(seconds) * 1e3,
+            "best_ms": min(seconds) * 1e3,
+            "rounds": len(seconds),
         }
+
+
+def _batched(thing: Specimen, times: int) -> Specimen:
+    """The example with its first dimension repeated."""
+
+    def repeated(value: object) -> object:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        return value.repeat(times, *[1] * (value.ndim - 1))
+
+    args, kwargs = pytree.tree_map(repeated, (thing.args, thing.kwargs))
+    return replace(thing, args=args, kwargs=kwargs) if times > 1 else thing
 
 
 def _error(answer: object, expected: object) -> float | None:

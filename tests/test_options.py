@@ -82,8 +82,8 @@ def test_options_are_changed_by_the_names_of_compile() -> None:
     assert options.placement.measured is not None and exact.placement.measured is None
 
 
-def test_what_a_function_finds_itself_is_no_option_of_it() -> None:
+def test_what_a_function_presets_is_no_option_of_it() -> None:
     with pytest.raises(InputError, match="fallback is not an option of tune"):
-        CompileOptions.checked({"fallback": "parts"}, "tune", found=["fallback"])
+        CompileOptions.checked({"fallback": "parts"}, "tune", preset=["fallback"])
     with pytest.raises(InputError, match="args is not an option of tune"):
         CompileOptions.checked({"args": ()}, "tune")

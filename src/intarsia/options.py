@@ -144,15 +144,15 @@ class CompileOptions:
         return Placement(find_strategy("dependency"), measured)
 
     @classmethod
-    def of(cls, **given: Any) -> CompileOptions:
+    def of(cls, **choices: Any) -> CompileOptions:
         """The options that a user gave by the names of `compile`'s arguments."""
-        return cls().changed(**given)
+        return cls().changed(**choices)
 
     @classmethod
-    def checked(cls, given: Mapping[str, Any], function: str, found: Sequence[str] = ()) -> CompileOptions:
+    def checked(cls, choices: Mapping[str, Any], function: str, preset: Sequence[str] = ()) -> CompileOptions:
         """The options given to another function that compiles; InputError, with near names, for others.
 
-        `found` are options that the function sets itself. Engines are looked up at once, so that a wrong
+        `preset` are options that the function sets itself. Engines are looked up at once, so that a wrong
         name does not show only after a model was run.
 
         >>> CompileOptions.checked({"engine": "openvino"}, "tune")
@@ -160,26 +160,26 @@ class CompileOptions:
         ...
         intarsia.errors.InputError: tune has no option 'engine'; near is 'engines'
         """
-        known = [name for name in option_names() if name not in found]
-        for name in given:
-            if name in (*CALL_ARGUMENTS, *found):
+        known = [name for name in option_names() if name not in preset]
+        for name in choices:
+            if name in (*CALL_ARGUMENTS, *preset):
                 raise InputError(f"{name} is not an option of {function}, which sets it")
             if name not in known:
                 near = get_close_matches(str(name), known, n=3, cutoff=0.5)
                 names = f"; near is {near[0]!r}" if near else f"; known are {', '.join(known)}"
                 raise InputError(f"{function} has no option {name!r}{names}")
-        options = cls.of(**given)
+        options = cls.of(**choices)
         if options.engines is not None:
             resolve_engines(options.engines)
         return options
 
-    def changed(self, **given: Any) -> CompileOptions:
+    def changed(self, **choices: Any) -> CompileOptions:
         """A copy with some options changed, by the names of `compile`'s arguments."""
-        accuracy = {name: given.pop(name) for name in list(given) if name in Accuracy.__annotations__}
-        plain = {name: given.pop(name) for name in list(given) if name in _PLAIN}
-        together = given.pop("options", None)
-        if together is not None or given:
-            plain["limits"] = partition_options(together, given)  # type: ignore[arg-type]
+        accuracy = {name: choices.pop(name) for name in list(choices) if name in Accuracy.__annotations__}
+        plain = {name: choices.pop(name) for name in list(choices) if name in _PLAIN}
+        together = choices.pop("options", None)
+        if together is not None or choices:
+            plain["limits"] = partition_options(together, choices)  # type: ignore[arg-type]
         return replace(self, accuracy=replace(self.accuracy, **accuracy), **plain)
 
     def keywords(self) -> dict[str, Any]:

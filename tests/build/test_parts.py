@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch import nn
 
 import intarsia
 from intarsia.capture.protect import shared_copy
-from intarsia.errors import CaptureError, InputError, PartitionError
+from intarsia.errors import CaptureError, InputError, PartitionError, StaleWeightsError
 
 
 def mlp(width: int = 8) -> nn.Sequential:
@@ -340,3 +343,44 @@ def test_hooks_that_a_copy_installs_are_its_own() -> None:
     assert copy(X).shape == (2, 16)
     assert not any(stage._forward_hooks for stage in model.stages)
     assert model(X).shape == (2, 16)
+
+
+CHANGES: dict[str, Callable[[Gated], object]] = {
+    "a part": lambda model: setattr(model, "body", mlp()),
+    "a module of a part": lambda model: model.body.__setitem__(0, nn.Linear(8, 32)),
+    "a hook": lambda model: model.register_forward_hook(lambda *call: call[2] + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_model_that_is_changed_later_is_warned_about(change: Callable[[Gated], object]) -> None:
+    model, x = Gated().eval(), torch.randn(2, 8)
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    before = fast(x)
+    change(model)
+    with pytest.warns(UserWarning, match="the model was changed after compiling: the model itself"):
+        answers = [fast(x) for _ in range(8)]
+    torch.testing.assert_close(answers[-1], before)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda fast: pickle.loads(pickle.dumps(fast))])
+def test_copies_answer_alike(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = Gated().eval(), torch.randn(2, 8)
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    again = copied(fast)
+    assert sorted(again.parts) == ["body", "tail"] and again.notes == fast.notes
+    torch.testing.assert_close(again(x), fast(x))
+    again.load_state_dict({name: tensor + 1 for name, tensor in again.state_dict().items()})
+    with pytest.raises(StaleWeightsError):
+        again(x)
+
+
+def test_a_model_in_parts_stays_on_its_device_and_in_its_dtype() -> None:
+    model, x = Gated().eval(), torch.randn(2, 8)
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    with pytest.raises(InputError, match=r"stays as it was compiled, torch\.float32 on cpu"):
+        fast.double()
+    with pytest.raises(InputError, match="engines have their own memory"):
+        fast.share_memory()
+    assert next(model.parameters()).dtype is torch.float32
+    torch.testing.assert_close(fast.float()(x), model(x).detach())

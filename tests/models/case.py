@@ -39,7 +39,8 @@ class Case:
 def enliven(model: nn.Module) -> None:
     """Weights and statistics as training leaves them: constant ones would hide a wrong operator."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        plain = [one for one in model.parameters() if type(one.data) is torch.Tensor]  # not quantized
+        for parameter in plain:
             if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for module in model.modules():

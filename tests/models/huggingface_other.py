@@ -259,7 +259,7 @@ CASES = [
     _detector("ConditionalDetr"),
     _detector("TableTransformer"),
     _detector(
-        "DeformableDetr", decoder_layers=2, num_feature_levels=2, encoder_n_points=2, decoder_n_points=2
+        "DeformableDetr", decoder_layers=2, num_feature_levels=3, encoder_n_points=2, decoder_n_points=2
     ),
     _speech("Hubert", "Model", _SPEECH),
     _speech("UniSpeech", "Model", _SPEECH),

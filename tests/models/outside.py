@@ -33,6 +33,9 @@ def all_cases() -> dict[str, Case]:
         from tests.models import huggingface_other, huggingface_text
 
         found += huggingface_text.CASES + huggingface_other.CASES
+        from tests.models import other_libraries
+
+        found += other_libraries.CASES
         from tests.models import timm_models, torchvision_models
 
         found += torchvision_models.CASES + timm_models.CASES

@@ -73,9 +73,9 @@ CASES = [
     _timm("nest_tiny_jx", img_size=64),
     _timm("sequencer2d_s", img_size=64, layers=(1, 1, 1, 1)),
     _timm("volo_d1_224", img_size=64),
-    _timm("davit_tiny", depths=(1, 1, 1, 1)),
+    _timm("davit_tiny"),
     _timm("levit_conv_128s", 224),
     _timm("repvit_m0_9"),
-    _timm("focalnet_tiny_srf", depths=(1, 1, 1, 1)),
+    _timm("focalnet_tiny_srf"),
     _timm("tresnet_m"),
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.export import Dim
 
 import intarsia
 from intarsia.engines import OnnxRuntime, Program
@@ -177,3 +179,28 @@ def test_a_model_does_not_run_at_sizes_that_nobody_asked_for() -> None:
         torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
     with pytest.raises(InputError, match="size 0"):
         fast(torch.randn(0, 4, 1))
+
+
+class Scaled(nn.Module):
+    """An integer scales, offsets and decides."""
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        return x * step + 1 if step >= 0 else x
+
+
+def test_an_integer_that_varies(tmp_path: Path) -> None:
+    model, x = Scaled(), torch.randn(2, 8)
+    options = {"engines": ["onnxruntime"], "min_block_size": 1}
+    fixed = intarsia.compile(model, (x, 3), **options)
+    with pytest.raises(InputError, match="input step is 4; compiled for 3; to let it vary"):
+        fixed(x, 4)
+    fast = intarsia.compile(model, (x, 3), dynamic_shapes=(None, Dim.DYNAMIC), **options)
+    intarsia.save(fast, tmp_path / "scaled.intarsia")
+    for module in (fast, intarsia.load(tmp_path / "scaled.intarsia")):
+        for step in (3, 0, 1, 900):
+            torch.testing.assert_close(module(x, step), model(x, step))
+        for step, shown in ((2.5, "2.5"), (True, "True"), (torch.tensor(3), "a tensor"), ("3", "'3'")):
+            with pytest.raises(InputError, match=f"input step must be an integer, not {shown}"):
+                module(x, step)
+        with pytest.raises(InputError, match="does not meet step >= 0"):
+            module(x, -1)

@@ -157,7 +157,7 @@ def test_another_module_of_the_same_weights_is_refused(change: str, tmp_path: Pa
     other.load_state_dict(model.state_dict())
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
-        tuned = intarsia.tune([model], lambda: model(x), only_if_faster=False, rounds=1)
+        tuned = intarsia.tune([model], lambda: model(x), only_if_faster=False, rounds=1, least_share=0.0)
         assert tuned.placed
         save(tuned, tmp_path / "a.tuned")
         expected = other(x)

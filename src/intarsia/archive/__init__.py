@@ -15,11 +15,13 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable
 
+from intarsia.archive.files import copied_parts
 from intarsia.archive.files import load as load
 from intarsia.archive.files import save as save
 from intarsia.archive.reader import load_bytes
 from intarsia.archive.writer import save_bytes
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.partly import PartlyCompiled
 
 
 def _reduce(compiled: Compiled) -> tuple[Callable[[bytes], Compiled], tuple[bytes]]:
@@ -28,3 +30,4 @@ def _reduce(compiled: Compiled) -> tuple[Callable[[bytes], Compiled], tuple[byte
 
 # `pickle`, `torch.save` and `copy.deepcopy` go through an archive in memory: engines are built anew.
 copyreg.pickle(Compiled, _reduce)
+copyreg.pickle(PartlyCompiled, copied_parts)

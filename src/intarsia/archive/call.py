@@ -23,7 +23,7 @@ from intarsia.archive.codec import (
 from intarsia.errors import ArchiveError
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
 from intarsia.lower.output_views import Layouts, OutputView
-from intarsia.runtime.call_interface import Check, ConstantCheck, TensorCheck
+from intarsia.runtime.call_interface import Check, ConstantCheck, IntegerCheck, TensorCheck
 from intarsia.runtime.compiled import Compiled
 
 _FROM_TORCH = """FloorDiv ModularIndexing CleanDiv Mod PythonMod CeilToInt FloorToInt TruncToInt RoundToInt
@@ -134,8 +134,8 @@ def size_from_json(entry: Json) -> Any:
 
 def check_to_json(check: Check) -> Json:
     """What one input must be."""
-    if check is None:
-        return None
+    if isinstance(check, IntegerCheck):
+        return {"name": check.name, "integer": True}
     if isinstance(check, ConstantCheck):
         return {"name": check.name, "constant": to_json(check.value)}
     return {
@@ -149,8 +149,8 @@ def check_to_json(check: Check) -> Json:
 
 def check_from_json(entry: Json, devices: Devices) -> Check:
     """The check of one input."""
-    if entry is None:
-        return None
+    if "integer" in entry:
+        return IntegerCheck(str(entry["name"]))
     if "constant" in entry:
         return ConstantCheck(entry["name"], from_json(entry["constant"], None, devices))
     shape = tuple(size_from_json(size) for size in entry["shape"])

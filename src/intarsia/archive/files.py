@@ -7,7 +7,7 @@ text, and either is code. So the user makes the model, and all weights are compa
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -132,6 +132,26 @@ def _save_parts(partly: PartlyCompiled, path: str | os.PathLike[str]) -> None:
     """Write the compiled parts; the rest is the model's own Python code, which no file holds."""
     if not partly.parts:
         raise ArchiveError("no part of this model is compiled: it runs as it is, in its own Python code")
+    bundle, about = _parts_bundle(partly)
+    bundle.write(path, _PARTS, _PARTS_VERSION, about)
+
+
+def copied_parts(partly: PartlyCompiled) -> tuple[Callable[..., PartlyCompiled], tuple[Any, ...]]:
+    """How `pickle` and `copy.deepcopy` make the same again: by a file in memory, and the model."""
+    model = partly.uncompiled()
+    if not partly.parts:
+        return PartlyCompiled, (model, {}, partly.own_notes, partly.plan.reason)
+    bundle, about = _parts_bundle(partly)
+    return _parts_of_bytes, (bundle.to_bytes(_PARTS, _PARTS_VERSION, about), model)
+
+
+def _parts_of_bytes(data: bytes, model: nn.Module) -> PartlyCompiled:
+    with complaining("the archive in memory cannot be loaded"):
+        return _load_parts(data, model, LoadOptions(packed=False))
+
+
+def _parts_bundle(partly: PartlyCompiled) -> tuple[BundleWriter, dict[str, Any]]:
+    """The compiled parts, and what a file says about them."""
     bundle = BundleWriter()
     for where, program in partly.parts.items():
         check_shareable(where, program)
@@ -143,10 +163,10 @@ def _save_parts(partly: PartlyCompiled, path: str | os.PathLike[str]) -> None:
         "weights": weight_digests(partly.model),
         "types": {where: _kind(partly.model.get_submodule(where)) for where in partly.parts},
     }
-    bundle.write(path, _PARTS, _PARTS_VERSION, about)
+    return bundle, about
 
 
-def _load_parts(reader: Reader, model: nn.Module | None, options: LoadOptions) -> PartlyCompiled:
+def _load_parts(reader: Reader | bytes, model: nn.Module | None, options: LoadOptions) -> PartlyCompiled:
     """The parts of a file in a copy of `model`, which must be what they were made of, to the weight."""
     with open_bundle(reader, _PARTS, _PARTS_VERSION, options) as bundle:
         manifest = bundle.manifest

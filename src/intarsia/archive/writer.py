@@ -102,10 +102,12 @@ class BundleWriter:
         manifest = {"format": format, "version": version, **(about or {})}
         write_atomically(path, lambda file, draft: self._write(file, manifest, draft))
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(
+        self, format: str = FORMAT, version: int = VERSION, about: Mapping[str, Json] | None = None
+    ) -> bytes:
         """The file, in memory; engines will be built again, since theirs need a file to find weights in."""
         file = io.BytesIO()
-        self._write(file, {"format": FORMAT, "version": VERSION}, None)
+        self._write(file, {"format": format, "version": version, **(about or {})}, None)
         return file.getvalue()
 
     def _write(self, file: BinaryIO, about: Mapping[str, Json], path: str | None) -> None:

@@ -38,11 +38,18 @@ def package_version(module: str) -> str:
 
 
 @functools.cache
+def _cpuinfo() -> list[str]:
+    """What Linux tells of the processors, in lines; nothing elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+@functools.cache
 def processor_features() -> str:
     """A digest of what the processor can do: a virtual one of the same name may lack instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    if not (lines := _cpuinfo()):
         return platform.processor()
     kinds = ("flags", "Features", "model")
     features = sorted({line for line in lines if line.split(":")[0].strip() in kinds})
@@ -52,18 +59,13 @@ def processor_features() -> str:
 @functools.cache
 def has_bfloat16_tiles() -> bool:
     """Whether the processor multiplies tiles of bfloat16 (AMX), as far as Linux tells."""
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
+    return any("amx_bf16" in line.split() for line in _cpuinfo())
 
 
 @functools.cache
 def processor_name() -> str:
     """The processor's own name; Linux tells it in a file (on ARM only its numbers), others by `platform`."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    if not (lines := _cpuinfo()):
         return platform.processor()
     entries = dict(line.split(":", 1) for line in lines if ":" in line)
     fields = {key.strip(): value.strip() for key, value in entries.items()}

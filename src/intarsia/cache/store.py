@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _WAIT_S = 2.0  # for another process to finish writing; after that we write without waiting
-_told: set[tuple[str, str]] = set()
+_warned_of: set[tuple[str, str]] = set()
 
 
 class JsonStore:
@@ -89,9 +89,9 @@ class JsonStore:
             yield
 
     def _tell(self, verb: str, why: object) -> None:
-        if (str(self.path), verb) in _told:
+        if (str(self.path), verb) in _warned_of:
             return
-        _told.add((str(self.path), verb))
+        _warned_of.add((str(self.path), verb))
         outcome = {
             "read": "what it held is measured anew",
             "write": "measurements are not remembered; set INTARSIA_CACHE to a place that can be written to",

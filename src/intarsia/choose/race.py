@@ -86,7 +86,7 @@ def _burst(pool: ThreadPoolExecutor, call: Timed, threads: int) -> Timed:
 SPREAD_ROUNDS = 3  # show a spread
 _QUICK_S = 3.0  # what those may take without asking a budget
 _CALM_ROUNDS = 4  # of which a hiccup may spoil one; of three it would decide
-_SURE_ROUNDS, _SURE_S = 9, 2.0  # so many if they take no more
+SURE_ROUNDS, _SURE_S = 9, 2.0  # so many if they take no more
 _SHARE = 0.2  # of a budget, for a race of slow plans
 _NEAR, _PAIR = 1.1, 2  # so near the best, and so many at least, are all that a race of slow plans has
 
@@ -99,9 +99,9 @@ def round_s(names: Sequence[str], trials: Trials) -> float:
     return sum(trials[name].median if name in trials else lead for name in names)
 
 
-def is_quick(names: Sequence[str], trials: Trials) -> bool:
-    """Whether three rounds, which show a spread, take so little that a budget need not tell."""
-    return SPREAD_ROUNDS * round_s(names, trials) < _QUICK_S
+def is_quick(names: Sequence[str], trials: Trials, rounds: int = SPREAD_ROUNDS) -> bool:
+    """Whether these rounds (three show a spread) take so little that a budget need not tell."""
+    return rounds * round_s(names, trials) < _QUICK_S
 
 
 def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> int:
@@ -113,7 +113,7 @@ def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) ->
     took = round_s(names, trials)
     if not is_quick(names, trials):
         return min(max(int(_SHARE * budget_s / took), 1), _CALM_ROUNDS)
-    return min(max(int(_SURE_S / took), min(int(_QUICK_S / took), _CALM_ROUNDS)), _SURE_ROUNDS)
+    return min(max(int(_SURE_S / took), min(int(_QUICK_S / took), _CALM_ROUNDS)), SURE_ROUNDS)
 
 
 def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> list[str]:
@@ -122,7 +122,7 @@ def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> lis
     Three rounds of two plans tell more than one of six.
     """
     near = sorted(leaders, key=lambda name: trials[name].quickest)
-    while len(near) > _PAIR and _SURE_ROUNDS * round_s([*near, *fresh], trials) > _SURE_S:
+    while len(near) > _PAIR and SURE_ROUNDS * round_s([*near, *fresh], trials) > _SURE_S:
         is_near = trials[near[-1]].quickest < trials[near[0]].quickest * _NEAR
         if is_near and _CALM_ROUNDS * round_s([*near, *fresh], trials) < _QUICK_S:
             break

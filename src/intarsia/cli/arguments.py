@@ -48,6 +48,13 @@ Imports = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Full = Annotated[bool, typer.Option(help="Use the published size of an architecture, not a small one.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="float32|float16|bfloat16",
+        help="The dtype of a Hugging Face folder; packed weights stay packed.",
+    ),
+]
 Engines = Annotated[str | None, typer.Option(help="Engines to use, separated by commas.")]
 Budget = Annotated[
     float | None, typer.Option(help="Seconds to spend on measuring plans.", min=0.1, metavar="SECONDS")

@@ -10,6 +10,7 @@ import typer
 from intarsia.cli.arguments import (
     AsJson,
     Choices,
+    Dtype,
     Engines,
     Full,
     Model,
@@ -52,6 +53,7 @@ def check(
         Path, typer.Option(help="File for the first node that differs, with its inputs.")
     ] = Path("reproduction.pt2"),
     full: Full = False,
+    dtype: Dtype = None,
     json: AsJson = False,
 ) -> None:
     """Compare a candidate with the model. Name the first node that differs.
@@ -63,7 +65,7 @@ def check(
     from intarsia.report.check import check as check_candidate
 
     check_writable(reproduction)
-    specimen = resolve(model, full=full, ranges=ranges)
+    specimen = resolve(model, full=full, ranges=ranges, dtype=dtype)
     options = compile_options(engines, None, choices)
     candidate = _candidate(model, specimen, against, options)
     report = check_candidate(
@@ -88,6 +90,7 @@ def diff(
     ranges: Ranges = None,
     choices: Choices = None,
     full: Full = False,
+    dtype: Dtype = None,
     json: AsJson = False,
 ) -> None:
     """Show the error of each segment of a compiled model.
@@ -98,7 +101,7 @@ def diff(
     from intarsia.report.diff import diff as diff_segments
     from intarsia.runtime import Compiled
 
-    specimen = resolve(model, full=full, ranges=ranges)
+    specimen = resolve(model, full=full, ranges=ranges, dtype=dtype)
     options = compile_options(engines, None, choices)
     compiled = compiled_file(model) or specimen.compile(**options)
     if not isinstance(compiled, Compiled):
@@ -117,7 +120,7 @@ def _candidate(name: str, specimen: Specimen, against: str | None, options: dict
     place, colon, function = against.rpartition(":")
     if not colon:
         return against
-    made = call_factory(place, function, specimen.module)
-    if not callable(made):
-        raise InputError(f"{against} must return a callable, not a {type(made).__name__}")
-    return made
+    outcome = call_factory(place, function, specimen.module)
+    if not callable(outcome):
+        raise InputError(f"{against} must return a callable, not a {type(outcome).__name__}")
+    return outcome

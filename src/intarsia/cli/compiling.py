@@ -12,6 +12,7 @@ from intarsia.cli.arguments import (
     AsJson,
     Budget,
     Choices,
+    Dtype,
     Engines,
     Full,
     Model,
@@ -30,6 +31,7 @@ def explain(
     ranges: Ranges = None,
     choices: Choices = None,
     full: Full = False,
+    dtype: Dtype = None,
     html: Annotated[Path | None, typer.Option(help="Write the report to this HTML file.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -48,7 +50,7 @@ def explain(
         typer.echo(compiled.plan.to_json() if json else str(compiled.plan))
         return
     options = compile_options(engines, None, choices)
-    specimen = resolve(model, full=full, ranges=ranges)
+    specimen = resolve(model, full=full, ranges=ranges, dtype=dtype)
     call = specimen.model, specimen.args, specimen.kwargs
     report = explain_model(*call, dynamic_shapes=specimen.dynamic_shapes, **options)
     if html is not None:
@@ -69,6 +71,7 @@ def compile_(
     ranges: Ranges = None,
     choices: Choices = None,
     full: Full = False,
+    dtype: Dtype = None,
     json: AsJson = False,
 ) -> None:
     """Compile a model and save it for `intarsia run`, `intarsia serve` and intarsia.load."""
@@ -81,7 +84,7 @@ def compile_(
         raise InputError(f"{model} is compiled already; use `intarsia run` or `intarsia serve`")
     check_writable(output)
     options = compile_options(engines, budget, choices)
-    specimen = resolve(model, full=full, ranges=ranges)
+    specimen = resolve(model, full=full, ranges=ranges, dtype=dtype)
     began = time.perf_counter()
     fast = specimen.compile(**options)
     seconds = time.perf_counter() - began
@@ -121,6 +124,7 @@ def export(
     ranges: Ranges = None,
     choices: Choices = None,
     full: Full = False,
+    dtype: Dtype = None,
     json: AsJson = False,
 ) -> None:
     """Export a model as a file that the engine's own runtime loads without Intarsia."""
@@ -131,7 +135,7 @@ def export(
     options = compile_options(engine, None, choices)
     compiled = compiled_file(model)
     if compiled is None or to == "pt2":
-        fast = resolve(model, full=full, ranges=ranges).compile(**options)
+        fast = resolve(model, full=full, ranges=ranges, dtype=dtype).compile(**options)
     else:
         fast = compiled
     stem = Path(model.rpartition(":")[2]).stem
@@ -165,6 +169,7 @@ def bench(
     engines: Engines = None,
     choices: Choices = None,
     full: Full = True,
+    dtype: Dtype = None,
     torch_compile: Annotated[
         bool, typer.Option(help="Time torch.compile too, which may compile for minutes.")
     ] = True,
@@ -179,7 +184,7 @@ def bench(
     from intarsia.cli.model import resolve
 
     options = compile_options(engines, None, choices)
-    specimen = resolve(model, full=full)
+    specimen = resolve(model, full=full, dtype=dtype)
     if padded is not None:
         specimen = specimen.padded(padded)
     comparison = compare(specimen, options, torch_compile=torch_compile, seconds=seconds)

@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from intarsia.runtime import Compiled
 
 _FORMS = "a zoo name, FILE.py:FUNCTION, MODULE:FUNCTION, a .pt2 file, an archive, or a Hugging Face folder"
+_DTYPES = ("float32", "float16", "bfloat16")
 _ENGINES_OWN = (".onnx", ".xml")
 _WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
-def resolve(name: str, *, full: bool = False, ranges: Sequence[str] | None = None) -> Specimen:
+def resolve(
+    name: str, *, full: bool = False, ranges: Sequence[str] | None = None, dtype: str | None = None
+) -> Specimen:
     """The model that a command line names, with an example call, whose sizes vary by `--range`.
 
     A name is looked up in this order: `file.py:function` or `package.module:function`, which returns
@@ -44,17 +47,21 @@ def resolve(name: str, *, full: bool = False, ranges: Sequence[str] | None = Non
     >>> type(resolve("bert").model).__name__
     'BertModel'
     """
-    specimen = _find(name, full)
+    if dtype not in (None, *_DTYPES):
+        raise InputError(f"--dtype {dtype} is none of {', '.join(_DTYPES)}")
+    specimen = _find(name, full, None if dtype is None else getattr(torch, dtype))
     return replace(specimen, dynamic_shapes=_dynamic_shapes(specimen, ranges)) if ranges else specimen
 
 
-def _find(name: str, full: bool) -> Specimen:
+def _find(name: str, full: bool, dtype: torch.dtype | None) -> Specimen:
     place, colon, function = name.rpartition(":")
-    if colon and place:
-        return _from_function(name, place, function)
     path = Path(name)
     if path.is_dir():
-        return _from_folder(path)
+        return _from_folder(path, dtype)
+    if dtype is not None:
+        raise InputError(f"--dtype is for Hugging Face folders, and {name} is none")
+    if colon and place:
+        return _from_function(name, place, function)
     if path.is_file() or path.suffix in (".pt2", ".intarsia"):
         return _from_file(path)
     if name in zoo.names():
@@ -251,16 +258,17 @@ class _CapturedModel(nn.Module):
         return pytree.tree_unflatten(list(flat), self._out_spec)
 
 
-def _from_folder(path: Path) -> Specimen:
+def _from_folder(path: Path, dtype: torch.dtype | None) -> Specimen:
     if not (path / "config.json").is_file():
         raise InputError(f"{path} has no config.json, so it is no Hugging Face folder; give {_FORMS}")
     if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
-        model = load_pretrained(path)
+        model = load_pretrained(path, dtype=dtype)
     else:
         hf = transformers_for(str(path))
         try:
             config = hf.AutoConfig.from_pretrained(path)
             model = _random(class_of(hf, config), config)
+            model = model if dtype is None else model.to(dtype)
         except Exception as error:  # transformers raises many kinds here
             said = next(iter(str(error).splitlines()), "")
             raise InputError(f"transformers cannot load {path}: {said}") from error

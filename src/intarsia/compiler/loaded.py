@@ -27,7 +27,7 @@ from intarsia.engines.base import GraphProgram
 from intarsia.errors import RefitError
 from intarsia.lower.lowered import Role, example_inputs
 from intarsia.options import CompileOptions
-from intarsia.runtime.call_interface import Check, ConstantCheck, TensorCheck
+from intarsia.runtime.call_interface import Check, ConstantCheck, IntegerCheck
 from intarsia.runtime.compiled import Compiled, Weights
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Inlay
@@ -120,7 +120,7 @@ def _inputs(loaded: Compiled, judge: Judge) -> tuple[tuple[Any, ...], Answer]:
 def _input(check: Check, whole: int) -> Any:
     if isinstance(check, ConstantCheck):
         return check.value
-    if not isinstance(check, TensorCheck):
+    if isinstance(check, IntegerCheck):
         raise RefitError("the loaded module takes a number that varies; compile the model again")
     if check.static is None:
         raise RefitError(

@@ -48,7 +48,8 @@ def compile_parts(
     """
     notes = [*notes, f"the model is not captured as a whole: {reason}"]
     if compile_one is None or isinstance(model, torch.jit.ScriptModule):
-        return PartlyCompiled(shared_copy(model), {}, [*notes, "all of it runs as it is, in PyTorch"], reason)
+        notes = [*notes, "all of it runs as it is, in PyTorch"]
+        return PartlyCompiled(shared_copy(model), {}, notes, reason, model)
     seen = _record(model, call)
     parts, failures = _make_each(model, seen, compile_one)
     notes += [f"{path} runs as it is: {why}" for path, why in failures.items()]
@@ -85,7 +86,12 @@ class _Seen:
 
 
 def _record(model: nn.Module, call: Call) -> _Seen:
-    """Run the model on a copy of the call, and note what each submodule is called with."""
+    """Run the model on a copy of the call, and note what each submodule is called with.
+
+    `tuning.recorded` notes calls too, of a whole program over several runs: their kinds and times, which say
+    what is worth a program. Here it is one run, in which a submodule may be under a transform of torch.func,
+    whose tensors cannot be kept, or fill a cache that no pytree knows.
+    """
     calls: dict[str, list[Call]] = {}
     shapes: dict[str, list[Any]] = {}
     filling: set[str] = set()

@@ -75,7 +75,7 @@ def compile_generation(
     ...     model.generate(torch.tensor([[1, 5]]), max_new_tokens=3, min_new_tokens=3).shape
     torch.Size([1, 5])
     """
-    compile_options = CompileOptions.checked(options, "compile_generation", found=["fallback", "examples"])
+    compile_options = CompileOptions.checked(options, "compile_generation", preset=["fallback", "examples"])
     rows = (batch,) if isinstance(batch, int) or not isinstance(batch, Sequence) else tuple(batch)
     if not rows or any(not _is_count(n, 1) for n in rows):
         raise InputError(f"batch is {batch!r}; it must be a number of rows, or several")

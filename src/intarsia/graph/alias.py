@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from intarsia.graph.nodes import has_no_effect, is_getitem
+from intarsia.lower.purity import written_arguments
 
 _MAY_ALIAS = torch.Tag.maybe_aliasing_or_mutating
 
@@ -17,13 +18,7 @@ def changed_values(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return [] if node.op != "call_function" or has_no_effect(node) else node.all_input_nodes
-    roots: list[fx.Node] = []
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        values = value if isinstance(value, list | tuple) else [value]
-        roots += [v for v in values if isinstance(v, fx.Node)]
+    roots = written_arguments(node)
     if _MAY_ALIAS in target.tags:
         # batch_norm's schema does not say that in training it updates the running statistics.
         roots += [v for v in node.all_input_nodes if _is_buffer(v)]

@@ -29,6 +29,17 @@ _OFF = {"dropout_p": 0, "dropout": 0, "train": False, "training": False}
 _PURE = frozenset({"aten", "prims", "quantized_decomposed", "intarsia"})  # namespaces: torch's and ours
 
 
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of an operator by the name its schema gives it, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    results: dict[str, Any] = {}
+    for place, argument in enumerate(node.target._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        source = node.args[place] if place < len(node.args) else default
+        results[argument.name] = node.kwargs.get(argument.name, source)
+    return results
+
+
 def is_pure_operator(target: torch._ops.OpOverload) -> bool:
     """Whether an operator computes from its arguments alone and changes nothing, whatever they are."""
     return _is_declared(target) and torch.Tag.nondeterministic_seeded not in target.tags
@@ -57,16 +68,9 @@ def draws(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    given = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False))
-    given.update(node.kwargs)
     off = _OFF | ({"p": 0} if target is torch.ops.aten.dropout.default else {})
-    for argument in target._schema.arguments:
-        if argument.name in off:
-            default = argument.default_value if argument.has_default_value() else None
-            value = given.get(argument.name, default)
-            if isinstance(value, bool | int | float) and value == off[argument.name]:
-                return False
-    return True
+    switches = {name: value for name, value in arguments(node).items() if name in off}
+    return not any(isinstance(v, bool | int | float) and v == off[name] for name, v in switches.items())
 
 
 def _is_declared(target: torch._ops.OpOverload) -> bool:
@@ -102,11 +106,12 @@ def alias_of(node: fx.Node) -> fx.Node | None:
     if not schema.returns or schema.returns[0].alias_info is None:
         return None
     shared = schema.returns[0].alias_info.before_set or {"*"}  # a list says nothing of its elements
-    for place, argument in enumerate(schema.arguments):
-        told = argument.alias_info
-        if told is not None and (told.before_set | told.after_set) & shared:
-            held = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            return held if isinstance(held, fx.Node) else None
+    values = arguments(node)
+    for argument in schema.arguments:
+        alias = argument.alias_info
+        if alias is not None and (alias.before_set | alias.after_set) & shared:
+            value = values[argument.name]
+            return value if isinstance(value, fx.Node) else None
     return None
 
 
@@ -126,10 +131,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node writes to."""
     if node.op != "call_function" or not changes(node):
         return []
-    pairs = [
-        (argument, node.args[place] if place < len(node.args) else node.kwargs.get(argument.name))
-        for place, argument in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
-    ]
-    written = [held for a, held in pairs if a.alias_info is not None and a.alias_info.is_write]
-    tensors = [x for held in written for x in (held if isinstance(held, list | tuple) else [held])]
+    values = arguments(node)
+    infos = [(values[a.name], a.alias_info) for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    written = [value for value, info in infos if info is not None and info.is_write]
+    tensors = [x for value in written for x in (value if isinstance(value, list | tuple) else [value])]
     return [x for x in tensors if isinstance(x, fx.Node)]

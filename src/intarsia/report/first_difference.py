@@ -233,15 +233,15 @@ def _by_modules(judge: Judge, call: Call, candidate: Candidate) -> ByModules | N
 
 def _in_module(
     module: fx.GraphModule,
-    found: ByModules,
+    by_modules: ByModules,
     values: dict[fx.Node, Any],
     reproduction: str | os.PathLike[str] | None,
 ) -> FirstDifference:
     """A module that differs, with the source line of its first node, and its nodes as the reproduction."""
-    name, kind, path, _, fault = found
+    name, kind, path, _, fault = by_modules
     nodes = [n for n in compute_nodes(module.graph) if f"{module_path(n)}.".startswith(f"{name}.")]
     if not nodes:
-        return FirstDifference(*found)
+        return FirstDifference(*by_modules)
     part = part_of(module, PYTORCH, nodes)
     inputs = [values[node] for node in part.inputs]
     written = None if reproduction is None else _written(part, inputs, reproduction)

@@ -182,7 +182,14 @@ class ConstantCheck:
     value: Any
 
 
-Check = TensorCheck | ConstantCheck | None
+@dataclass(frozen=True)
+class IntegerCheck:
+    """An input that is an integer of any value."""
+
+    name: str
+
+
+Check = TensorCheck | ConstantCheck | IntegerCheck
 
 
 def check_inputs(checks: tuple[Check, ...], flat: list[Any], ranges: Mapping[Any, Any]) -> None:
@@ -192,6 +199,8 @@ def check_inputs(checks: tuple[Check, ...], flat: list[Any], ranges: Mapping[Any
         if check.__class__ is not TensorCheck:
             if isinstance(check, ConstantCheck):
                 _check_constant(check, value)
+            elif type(value) is not int:
+                raise InputError(f"input {check.name} must be an integer, not {_shown(value)}")
             continue
         if value.__class__ is not torch.Tensor and not isinstance(value, torch.Tensor):
             raise InputError(f"input {check.name} must be a tensor, not a {type(value).__name__}")
@@ -218,8 +227,15 @@ def check_inputs(checks: tuple[Check, ...], flat: list[Any], ranges: Mapping[Any
 
 def _check_constant(check: ConstantCheck, value: Any) -> None:
     same = value is check.value or (type(value) is type(check.value) and value == check.value)
-    if not same:
-        raise InputError(f"input {check.name} is {value!r}; compiled for {check.value!r}")
+    if same:
+        return
+    varies = type(value) is type(check.value) is int
+    advice = "; to let it vary, compile with dynamic_shapes that has Dim.DYNAMIC for it" if varies else ""
+    raise InputError(f"input {check.name} is {_shown(value)}; compiled for {check.value!r}{advice}")
+
+
+def _shown(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _bind(
@@ -279,7 +295,7 @@ def checks_of(lowered: Lowered) -> tuple[Check, ...]:
         elif isinstance(value, torch.Tensor):
             checks.append(TensorCheck.of(item.name, value, strides.get(node.name)))
         else:
-            checks.append(None)
+            checks.append(IntegerCheck(item.name))
     return tuple(checks)
 
 

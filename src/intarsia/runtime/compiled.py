@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -45,6 +45,7 @@ NOT_TRANSFORMED = (
     "it runs on engines, which torch.func (vmap, grad, jvp, jacrev) cannot look into; transform the model it"
     " was made from, or compile a module that calls the transformation"
 )
+NOT_SHARED = "engines have their own memory; save the module, and load the file in every process"
 NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the model it was made from"
 
 
@@ -356,13 +357,7 @@ class Compiled(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # `half()`, `to()`, `cuda()` and their like, also of a module around this one, end here.
-        for dtype, device in {(tensor.dtype, tensor.device) for tensor in self._fit.state.values()}:
-            converted = fn(torch.empty((0,), dtype=dtype, device=device))
-            if (converted.dtype, converted.device) != (dtype, device):
-                raise InputError(
-                    f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
-                    f" {converted.dtype} on {converted.device} and compile it"
-                )
+        refuse_conversion(fn, self._fit.state.values())
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -380,7 +375,18 @@ class Compiled(nn.Module):
 
     def share_memory(self) -> Self:
         """Engines hold memory of their own; an error that says what to do."""
-        raise InputError("engines have their own memory; save the module, and load the file in every process")
+        raise InputError(NOT_SHARED)
+
+
+def refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
+    """InputError if a function gives weights another dtype or device."""
+    for dtype, device in {(tensor.dtype, tensor.device) for tensor in weights}:
+        converted = fn(torch.empty((0,), dtype=dtype, device=device))
+        if (converted.dtype, converted.device) != (dtype, device):
+            raise InputError(
+                f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
+                f" {converted.dtype} on {converted.device} and compile it"
+            )
 
 
 def _run_eagerly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

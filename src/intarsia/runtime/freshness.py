@@ -149,12 +149,16 @@ class Freshness:
             is_fresh = is_fresh and all(share.is_sampled_alike() for share in self._shares)
         elif is_fresh:
             turn = self._turn
-            self._turn = turn + 1 if turn + 1 < len(self._shares) else 0
+            self.advance()
             is_fresh = self._shares[turn].is_sampled_alike()
         if is_fresh:
             return None
         names = (w.name for place, w in enumerate(self._weights) if place in self._stepped or w.is_written())
         return Change(Kind.WRITTEN, tuple(names))
+
+    def advance(self) -> None:
+        """Take the next turn."""
+        self._turn = self._turn + 1 if self._turn + 1 < len(self._shares) else 0
 
     def structure_change(self, *, thorough: bool = False) -> Change | None:
         """The first thing of this turn, or of all, that was replaced or set otherwise."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 from intarsia.capture.protect import evaluating, shared_copy
 from intarsia.errors import InputError
 from intarsia.graph.plan import Plan
-from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.compiled import NOT_SHARED, Compiled, refuse_conversion
+from intarsia.runtime.freshness import Freshness, weights_of
+from intarsia.runtime.weights import warn_of_change
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,19 @@ class PartlyCompiled(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, parts: Mapping[str, Compiled], notes: Sequence[str], reason: str
+        self,
+        model: nn.Module,
+        parts: Mapping[str, Compiled],
+        notes: Sequence[str],
+        reason: str,
+        original: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        # What becomes of the model that this one is a copy of; a weight that is written to is shared.
+        self._freshness: Freshness | None = None
+        if original is not None and not isinstance(original, torch.jit.ScriptModule):
+            self._freshness = Freshness(weights_of(original), original)
         self.parts: dict[str, Compiled] = dict(parts)
         self.plan: PartsPlan = PartsPlan({path: part.plan for path, part in parts.items()}, reason)
         self.own_notes: tuple[str, ...] = tuple(notes)  # those that are not a part's
@@ -100,6 +112,12 @@ class PartlyCompiled(nn.Module):
         return tuple(f"{path}: {text}" for path, part in self.parts.items() for text in part.differences)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._freshness is not None:
+            self._freshness.advance()
+            change = self._freshness.structure_change()
+            if change is not None:
+                self._freshness = None
+                warn_of_change(change, stacklevel=4)
         with torch.no_grad():
             if not self._switch_mode:
                 return self.model(*args, **kwargs)
@@ -114,6 +132,24 @@ class PartlyCompiled(nn.Module):
             )
         return self
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartlyCompiled:
+        refuse_conversion(fn, chain(self.parameters(), self.buffers()))
+        return self
+
+    def share_memory(self) -> PartlyCompiled:
+        """Engines hold memory of their own; an error that says what to do."""
+        raise InputError(NOT_SHARED)
+
+    def uncompiled(self) -> nn.Module:
+        """The model without its compiled parts, in evaluation; weights are shared."""
+        copy = shared_copy(self.model)
+        for path in self.parts:
+            module = copy.get_submodule(path)
+            otherwise = module.__dict__.pop("forward").otherwise
+            if getattr(otherwise, "__func__", None) is not type(module).forward:
+                module.__dict__["forward"] = otherwise
+        return copy
+
     def extra_repr(self) -> str:
         return f"{len(self.parts)} modules compiled: {', '.join(self.parts)}"
 
@@ -127,4 +163,4 @@ def assembled(
         module = copy.get_submodule(path)
         # The module keeps its class, attributes and children: whoever asks for its weight or length finds it.
         module.__dict__["forward"] = PartForward(path, part, module.forward)
-    return PartlyCompiled(copy, parts, notes, reason)
+    return PartlyCompiled(copy, parts, notes, reason, model)

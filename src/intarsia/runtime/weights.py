@@ -18,7 +18,7 @@ from torch import nn
 
 from intarsia.errors import StaleWeightsError
 from intarsia.plain_tensors import plain_tensors
-from intarsia.runtime.freshness import Freshness, Kind, Weight, weights_of
+from intarsia.runtime.freshness import Change, Freshness, Kind, Weight, weights_of
 from intarsia.runtime.ownership import storages_of
 
 
@@ -64,13 +64,10 @@ class FrozenWeights:
         change = self._freshness.structure_change(thorough=thorough)
         if change is not None:
             self._is_replaced = True
+            advice = None
             if change.kind is Kind.REPLACED:
-                sentence = f"{change.what} of the model was replaced after compiling"
                 advice = "the weights it was compiled with: call its refit(model) to use the new ones"
-            else:
-                sentence = f"the model was changed after compiling: {change}"
-                advice = "the model as it was: compile the model again"
-            warnings.warn(f"{sentence}; the compiled module continues with {advice}", stacklevel=3)
+            warn_of_change(change, advice, stacklevel=4)
 
     def digest(self) -> str:
         """SHA-256 of the weights as they are now, with their names."""
@@ -78,6 +75,16 @@ class FrozenWeights:
         for name, tensor in self._tensors:
             whole.update(f"{name} {tensor_digest(tensor)}".encode())
         return whole.hexdigest()
+
+
+def warn_of_change(change: Change, advice: str | None = None, *, stacklevel: int) -> None:
+    """Warn that the model is not as it was compiled."""
+    if change.kind is Kind.REPLACED:
+        sentence = f"{change.what} of the model was replaced after compiling"
+    else:
+        sentence = f"the model was changed after compiling: {change}"
+    advice = advice or "the model as it was: compile the model again"
+    warnings.warn(f"{sentence}; the compiled module continues with {advice}", stacklevel=stacklevel)
 
 
 def _unregistered(

@@ -18,7 +18,7 @@ from intarsia.capture.output_objects import Opened, open_objects
 from intarsia.errors import InputError
 from intarsia.lower.lowered import Role
 from intarsia.runtime import Compiled
-from intarsia.runtime.call_interface import ConstantCheck, TensorCheck, children
+from intarsia.runtime.call_interface import ConstantCheck, IntegerCheck, TensorCheck, children
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,7 +51,7 @@ class Interface:
         inputs: dict[str, TensorCheck] = {}
         order: list[str | ConstantCheck] = []
         for name, check in zip(names, compiled.checks, strict=True):
-            if check is None:
+            if isinstance(check, IntegerCheck):
                 raise InputError(f"input {name} is a number that varies; only tensors can be passed")
             if isinstance(check, ConstantCheck):
                 order.append(check)

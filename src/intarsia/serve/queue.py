@@ -120,7 +120,7 @@ class Queue:
         self._worker: asyncio.Task[None] | None = None
         self._mean_s = 0.0  # of a call, for Retry-After
         self.running_since: float | None = None
-        self._told: set[str] = set()  # what was printed of batches that failed
+        self._printed: set[str] = set()  # what was printed of batches that failed
 
     def start(self) -> None:
         self._worker = asyncio.get_running_loop().create_task(self._work())
@@ -232,8 +232,8 @@ class Queue:
 
     def _tell(self, sentence: str) -> None:
         """Print it the first time; clients must not be able to fill a disk with it."""
-        if sentence not in self._told and len(self._told) < 20:
-            self._told.add(sentence)
+        if sentence not in self._printed and len(self._printed) < 20:
+            self._printed.add(sentence)
             print(sentence, file=sys.stderr)
 
     def _alone(self, job: Job) -> Outputs | BaseException:

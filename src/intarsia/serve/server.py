@@ -57,7 +57,7 @@ def serve(path: str, options: Options, *, as_json: bool = False) -> None:
     with _door(options) as listener:
         address = f"http://{options.host}:{listener.getsockname()[1]}"
         about = {"file": path, "address": address, **service.describe()}
-        print(json.dumps(about) if as_json else f"{path} at {address}\n{_told(service)}", flush=True)
+        print(json.dumps(about) if as_json else f"{path} at {address}\n{_summary(service)}", flush=True)
         if options.workers == 1:
             run(service, listener)
         else:
@@ -137,7 +137,7 @@ def _door(options: Options) -> socket.socket:
         ) from error
 
 
-def _told(service: Service) -> str:
+def _summary(service: Service) -> str:
     described = service.interface.describe()
     inputs = [f"  in   {name}: {d['dtype']} {d['shape']}" for name, d in described["inputs"].items()]
     outputs = f"  out  {', '.join(described['outputs'])}"

@@ -60,7 +60,7 @@ class ScriptTuner:
             raise InputError(f"after={after}: a module must be called at least once before it is compiled")
         self.watched: dict[nn.Module, Watched] = {}
         self._after, self._only_if_faster = after, only_if_faster
-        self._options = CompileOptions.checked(options, "tune", found=["fallback"])
+        self._options = CompileOptions.checked(options, "tune", preset=["fallback"])
         self._running, self._lock = threading.local(), threading.RLock()
         self._busy = False  # compiling runs modules too, which are none of the script's calls
 

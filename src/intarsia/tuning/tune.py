@@ -102,7 +102,8 @@ def tune(
     ...         with torch.no_grad():
     ...             return self.model(x).argmax(-1)
     >>> service = Service()
-    >>> tuned = tune(service, lambda: service.answer(torch.ones(2, 64)), only_if_faster=False)
+    >>> call = lambda: service.answer(torch.ones(2, 64))
+    >>> tuned = tune(service, call, only_if_faster=False, least_share=0)
     >>> list(tuned.placed)
     ['model']
     >>> tuned.restore()
@@ -113,7 +114,7 @@ def tune(
         raise InputError(f"least_share={least_share!r}; give a share of the time, such as 0.05")
     if not isinstance(rounds, int) or rounds < 1:
         raise InputError(f"rounds={rounds!r}; give the number of rounds to time, 1 or more")
-    compile_options = CompileOptions.checked(options, "tune", found=["fallback"])
+    compile_options = CompileOptions.checked(options, "tune", preset=["fallback"])
     modules = held_modules(target)
     if not modules:
         raise InputError(f"tune found no nn.Module in this {type(target).__name__}")
@@ -167,10 +168,10 @@ def _search(
             else:
                 left[paths[module]] = outcome
                 frontier += tree.called_by(module)
-    return placed, _told_once(left)
+    return placed, _without_repeats(left)
 
 
-def _told_once(left: Mapping[str, str]) -> dict[str, str]:
+def _without_repeats(left: Mapping[str, str]) -> dict[str, str]:
     """The reasons, without those of modules within one that has the same."""
     return {
         path: reason

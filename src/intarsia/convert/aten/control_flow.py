@@ -34,9 +34,13 @@ def cond(
     if not isinstance(pred, Tensor):
         raise ConversionError(f"the condition is a {type(pred).__name__}, not a tensor")
     _refuse_nested(true_graph, false_graph)
+
+    def branch(name: str, graph: fx.GraphModule) -> ir.Graph:
+        return _body(ctx, name, lambda inner, _: convert_graph(inner, graph, operands))
+
     branches = {
-        name: _body(ctx, name, lambda inner, _, graph=graph: convert_graph(inner, graph, operands))
-        for name, graph in (("then_branch", true_graph), ("else_branch", false_graph))
+        "then_branch": branch("then_branch", true_graph),
+        "else_branch": branch("else_branch", false_graph),
     }
     layer = ctx.net.add_layer("If", [pred], branches, outputs=_results(ctx))
     return layer.get_outputs()

@@ -1,4 +1,4 @@
-"""Constants of a graph: reading and adding them, and the arguments of a node with their defaults."""
+"""Constants of a graph: reading and adding them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,6 @@ def attach(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
     node = module.graph.get_attr(name)
     node.meta["val"] = value
     return node
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """Every argument of an operator by the name its schema gives it, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    results: dict[str, Any] = {}
-    for place, argument in enumerate(node.target._schema.arguments):
-        default = argument.default_value if argument.has_default_value() else None
-        source = node.args[place] if place < len(node.args) else default
-        results[argument.name] = node.kwargs.get(argument.name, source)
-    return results
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

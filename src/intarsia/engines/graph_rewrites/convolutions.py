@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.engines.graph_rewrites.constants import arguments, attach, constant, only_user, pair, shape_of
+from intarsia.engines.graph_rewrites.constants import attach, constant, only_user, pair, shape_of
 from intarsia.graph.nodes import is_ordered
+from intarsia.lower.purity import arguments
 
 aten = torch.ops.aten
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.engines.graph_rewrites.constants import arguments, attach, constant, only_user, shape_of
+from intarsia.engines.graph_rewrites.constants import attach, constant, only_user, shape_of
 from intarsia.engines.graph_rewrites.replayed import ratio, recorded
+from intarsia.lower.purity import arguments
 
 aten = torch.ops.aten
 
