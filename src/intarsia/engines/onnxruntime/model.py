@@ -23,6 +23,7 @@ from intarsia.engines.onnxruntime.corrections import (
     keep_casts_apart,
     keep_signed_zeros,
 )
+from intarsia.engines.onnxruntime.nbits import is_half
 from intarsia.engines.onnxruntime.session import OUTPUT
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
@@ -212,7 +213,7 @@ class OnnxRuntimeLimits:
             return FINITE  # of a window of minus infinity no place is told
         if kind == "MaxPool":
             return _ABOVE  # of a window of minus infinity it gives the least finite number
-        if kind == "com.microsoft::MatMulNBits":  # of weights in 8 bits two halves are added: inf - inf
+        if is_half(layer):  # inf - inf, where the two halves are added
             return FINITE if index == 0 else None
         if kind in _LOSES_NAN:
             return _NUMBERS

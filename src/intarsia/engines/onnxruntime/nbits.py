@@ -152,6 +152,16 @@ def with_halved_bytes(net: Network) -> Network:
     return copy
 
 
+def is_half(layer: Layer) -> bool:
+    """Whether a product in 4 bits may be one of two that are added for a weight in 8 bits."""
+    if layer.kind != f"{_DOMAIN}::MatMulNBits":
+        return False
+    x, result = layer.node.inputs[0], layer.node.outputs[0]
+    sums = (use.node for use in result.uses() if use.node.op_type == "Add")
+    others = (value.producer() for node in sums for value in node.inputs if value not in (None, result))
+    return any(o is not None and o.op_type == layer.node.op_type and o.inputs[0] is x for o in others)
+
+
 def _is_product_of_bytes(layer: Layer) -> bool:
     return layer.kind == f"{_DOMAIN}::MatMulNBits" and layer.attribute("bits") == 8
 
