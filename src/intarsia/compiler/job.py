@@ -163,7 +163,6 @@ class CompileJob:
 
     def _run(self) -> Compiled:
         captured = self.capture()
-        release_freed()
         graph = self.lower(captured)
         release_freed()
         cache = self.cache_entry(graph)
@@ -174,7 +173,6 @@ class CompileJob:
         if graph.fault is not None:
             return self.as_it_is(graph, graph.fault)
         support = self.support(graph)
-        release_freed()
         if support.measured is None:
             compiled = self.build(graph, support)
         else:

@@ -241,6 +241,8 @@ class RoundedProductLimits(OnnxRuntimeLimits):
     """Of kernels that round activations to integers, besides."""
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
+        if layer.kind == "com.microsoft::MatMulNBits" and index == 0:
+            return FINITE
         return of_rounded_product(layer, index) or super().floats(layer, index)
 
 

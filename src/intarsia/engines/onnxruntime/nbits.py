@@ -60,6 +60,9 @@ def with_short_weights(net: Network, *, bits: int, block: int) -> tuple[Any, Wei
     nodes: list[NodeProto] = []
     size = 0
     for node in proto.graph.node:
+        for attribute in node.attribute if node.op_type == "MatMulNBits" else ():  # weights that came short
+            if attribute.name == "accuracy_level":
+                attribute.i = _INTEGER_PRODUCTS
         matrix = _matrix(node, weights) if ranks.get(node.input[0] if node.input else "", 0) >= 2 else None
         if matrix is None:
             nodes.append(node)
