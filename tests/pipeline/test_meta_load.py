@@ -91,7 +91,7 @@ def test_only_the_stages_that_are_asked_for_get_memory(table):
         stages(IDS)
     with pytest.raises(InputError, match=r"of stage 0 is on the meta device"):
         stages.gpipe(chunks=2)
-    with pytest.raises(InputError, match=r"only=\[4\] names a stage that is not there"):
+    with pytest.raises(InputError, match=r"only=\[4\] names a stage that does not exist"):
         stages.load(folder, only=[4])
 
 

@@ -35,9 +35,9 @@ class StoredTensor:
 
     def read(self) -> torch.Tensor:
         """The tensor in memory of its own."""
-        # The library maps the file, and its pages count as resident until the last view is gone. So each tensor is
-        # copied, and the file is opened for it alone. A rank that loads 289 MB then has, beside these, one tensor
-        # of clean pages at a time (31 MB); a reader that copies no pages has the same anonymous memory (0.8).
+        # safetensors 0.8 maps a file; its pages are resident until the last view is gone. So each tensor is
+        # copied, and the file is opened for it alone: a rank that loads 289 MB has one tensor of clean pages
+        # (31 MB) besides, and the same anonymous memory as with a reader that maps nothing.
         with safe_open(self.file, "pt") as file:
             tensor: Tensor = file.get_tensor(self.name)
             return tensor.clone()
