@@ -135,7 +135,7 @@ def size_from_json(entry: Json) -> Any:
 def check_to_json(check: Check) -> Json:
     """What one input must be."""
     if isinstance(check, IntegerCheck):
-        return {"name": check.name, "integer": True}
+        return {"name": check.name, "integer": check.example}
     if isinstance(check, ConstantCheck):
         return {"name": check.name, "constant": to_json(check.value)}
     return {
@@ -150,7 +150,7 @@ def check_to_json(check: Check) -> Json:
 def check_from_json(entry: Json, devices: Devices) -> Check:
     """The check of one input."""
     if "integer" in entry:
-        return IntegerCheck(str(entry["name"]))
+        return IntegerCheck(str(entry["name"]), int(entry["integer"]))
     if "constant" in entry:
         return ConstantCheck(entry["name"], from_json(entry["constant"], None, devices))
     shape = tuple(size_from_json(size) for size in entry["shape"])
