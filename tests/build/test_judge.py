@@ -72,7 +72,7 @@ def test_a_graph_unlike_its_model_is_never_returned() -> None:
     assert any("the model runs as it is" in note and "unlike the model" in note for note in fast.notes)
     assert fast.plan.engines == ("pytorch",)
     assert "runs as it is" in str(fast.plan)
-    with pytest.raises(PartitionError, match="compiled, the model answers unlike the model: output 0 is off"):
+    with pytest.raises(PartitionError, match="the compiled model differs from the model: output 0 is off"):
         intarsia.compile(Hooked(), (x,), require_full_compilation=True)
 
 

@@ -167,7 +167,7 @@ def test_what_fails_to_compile_runs_in_pytorch(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_option_that_does_not_exist_is_an_error_with_near_names() -> None:
-    with pytest.raises(EngineError, match=r"no option 'max_autotun'; near are .*max_autotune"):
+    with pytest.raises(EngineError, match=r"no option 'max_autotun'; did you mean .*max_autotune"):
         intarsia.compile(
             nn.Linear(2, 2), (torch.ones(1, 2),), engines=[Inductor(options={"max_autotun": True})]
         )

@@ -149,7 +149,7 @@ assert "intarsia.engines.mnn.layers" not in sys.modules, "a packed program is no
     ("op_type", "shapes", "attributes", "reason"),
     [
         ("MatMul", [(4,), (4,)], {}, "MatMul: a vector is not handled"),
-        ("ReduceL2", [(2, 3)], {}, "ReduceL2: not among the layers that were compared with PyTorch"),
+        ("ReduceL2", [(2, 3)], {}, "ReduceL2: it is not among the layers that were compared with PyTorch"),
         (
             "MaxPool",
             [(1, 2, 9, 9)],

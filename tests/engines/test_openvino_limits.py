@@ -34,13 +34,13 @@ REFUSED = {
     "long constant": (
         lambda x: F.add(x, F.constant(np.array(2**40))),
         (torch.zeros(2, dtype=torch.int64),),
-        "a constant of Add holds 1099511627776; OpenVINO computes it rightly from "
+        "a constant of Add holds 1099511627776; OpenVINO is correct from "
         + ("-16777216 to 16777216" if is_arm() else "-2147483648 to 2147483647"),
     ),
     "equal to more than floats hold": (
         lambda x: F.equal(x, F.constant(np.array(2**24 + 1))),
         (torch.zeros(2, dtype=torch.int64),),
-        "a constant of Equal holds 16777217; OpenVINO computes it rightly from -16777216 to 16777216",
+        "a constant of Equal holds 16777217; OpenVINO is correct from -16777216 to 16777216",
     ),
     "nobody knows what it makes": (
         lambda x: F.opaque("nobody.knows", "Mystery", x, makes=[(torch.int64, (2,))])[0],

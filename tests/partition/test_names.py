@@ -39,7 +39,7 @@ def test_names_may_be_decomposed_ones_and_globs() -> None:
     (engines,) = {compiled(backend_support_map={"onnxruntime": ["aten::addmm", "aten::t"]}).plan.engines}
     assert engines == ("onnxruntime", "pytorch")
     assert compiled(torch_executed_ops=["aten::re*"]).plan.engines == ("onnxruntime", "pytorch")
-    with pytest.raises(PartitionError, match=r"'aten::rele', which no node is; near are 'aten::relu'"):
+    with pytest.raises(PartitionError, match=r"'aten::rele', which no node is; did you mean 'aten::relu'"):
         compiled(backend_support_map={"onnxruntime": ["aten::rele"]})
 
 

@@ -111,7 +111,7 @@ def test_growth_without_end_meets_the_budget() -> None:
         return F.relu(F.abs(x))
 
     net = chain("relu")
-    with pytest.raises(RewriteError, match=r"50 rewrites and no end; of the last 200 came from 'grow'"):
+    with pytest.raises(RewriteError, match=r"50 rewrites without an end; the last 200 came from 'grow'"):
         manager(grow).rewrite(net, budget=50)
     net.verify()
 

@@ -222,5 +222,5 @@ def test_mistakes_in_a_rule_are_told_when_it_is_made() -> None:
         rule(lambda op, x: x)(lambda net, x: x)
     with pytest.raises(RewriteError, match="has no option"):
         rule(lambda op, x: op.Relu(x, _shred=True))(lambda net, x: x)
-    with pytest.raises(RewriteError, match="cannot stand in a pattern"):
+    with pytest.raises(RewriteError, match="cannot be part of a pattern"):
         rule(lambda op, x: op.Relu("x"))(lambda net, x: x)

@@ -367,5 +367,5 @@ class _Loader:
         try:
             return self._unpacker.program(item, engine)
         except EngineError as error:
-            self.notes.append(f"a segment is built anew: {next(iter(str(error).splitlines()), '')}")
+            self.notes.append(f"a segment is built again: {next(iter(str(error).splitlines()), '')}")
             return None

@@ -48,7 +48,7 @@ def _left_to_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> str | Non
     if needs_gradients(module, inputs):
         return NOTE
     if any(isinstance(x, torch._subclasses.FakeTensor) for x in inputs):
-        return "its inputs have no values while it is compiled"
+        return "its inputs have no values during compilation"
     return None
 
 

@@ -27,7 +27,7 @@ def checked_options(mode: str | None, options: Mapping[str, Any] | None) -> Comp
     """
     if mode not in (None, "default"):
         instead = f": {_INSTEAD[mode]}" if mode in _INSTEAD else ""
-        raise InputError(f"mode={mode!r} is a setting of TorchInductor; give options= instead{instead}")
+        raise InputError(f"mode={mode!r} is a setting of TorchInductor; pass options= instead{instead}")
     for name in CALL_ARGUMENTS:  # Dynamo knows the graph, its inputs and which of their sizes vary
         if name in (options or {}):
             raise InputError(

@@ -195,7 +195,9 @@ class Builder:
         ):
             plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
-                self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {outcome.reason}")
+                self.notes.append(
+                    f"a segment on {engine.name} is not rewritten: after rewriting, {outcome.reason}"
+                )
                 outcome = plain
         return outcome
 

@@ -93,7 +93,7 @@ class JsonStore:
             return
         _warned_of.add((str(self.path), verb))
         outcome = {
-            "read": "what it held is measured anew",
+            "read": "what it held is measured again",
             "write": "measurements are not remembered; set INTARSIA_CACHE to a place that can be written to",
         }[verb]
         warnings.warn(f"cannot {verb} {self.path}: {why}: {outcome}", stacklevel=4)

@@ -82,7 +82,7 @@ def initialized(model: Any, call: Call) -> list[str]:
         raise CaptureError(
             f"{type(model).__name__} fails on the example itself: {type(error).__name__}: {error}"
         ) from error
-    return [f"{', '.join(lazy) or 'the model'} had no weights yet: a run on the example made them"]
+    return [f"{', '.join(lazy) or 'the model'} had no weights yet: a run on the example initialized them"]
 
 
 def _weights(module: nn.Module) -> list[Any]:

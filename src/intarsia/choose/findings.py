@@ -61,7 +61,7 @@ def winner(entries: Sequence[Entry], usual: str = "") -> Entry:
         as_simple = any(other.median < entry.median for other in simple)
         if not as_simple and not any(is_faster(other, entry) for other in entries):
             return entry
-    raise AssertionError("the plan of the least median is beaten by none")
+    raise AssertionError("the plan with the least median is not slower than another")
 
 
 def is_faster(one: Entry, other: Entry) -> bool:

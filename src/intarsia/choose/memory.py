@@ -1,7 +1,7 @@
 """What was measured, on disk by what it depends on: whole searches by model, costs by block.
 
 What is remembered is the search: the winner is built and verified again, and if it comes out differently
-everything is measured anew. With a tolerance the key has a digest of weights and examples, since errors are
+everything is measured again. With a tolerance the key has a digest of weights and examples, since errors are
 those of numbers.
 """
 

@@ -260,7 +260,7 @@ class _CapturedModel(nn.Module):
 
 def _from_folder(path: Path, dtype: torch.dtype | None) -> Specimen:
     if not (path / "config.json").is_file():
-        raise InputError(f"{path} has no config.json, so it is no Hugging Face folder; give {_FORMS}")
+        raise InputError(f"{path} has no config.json, so it is not a Hugging Face folder; give {_FORMS}")
     if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         model = load_pretrained(path, dtype=dtype)
     else:

@@ -48,7 +48,7 @@ def compile_parts(
     """
     notes = [*notes, f"the model is not captured as a whole: {reason}"]
     if compile_one is None or isinstance(model, torch.jit.ScriptModule):
-        notes = [*notes, "all of it runs as it is, in PyTorch"]
+        notes = [*notes, "the whole model runs unchanged in PyTorch"]
         return PartlyCompiled(shared_copy(model), {}, notes, reason, model)
     seen = _record(model, call)
     parts, failures = _make_each(model, seen, compile_one)
@@ -64,14 +64,16 @@ def compile_parts(
         if _fault(assembled(model, {p: c}, (), reason), call, seen.answer) is None
     }
     notes += [
-        f"{path} runs as it is: compiled, the model answers differently: {fault}"
+        f"{path} runs as it is: the compiled model answers differently: {fault}"
         for path in {*parts} - {*alone}
     ]
     partly = assembled(model, alone, notes, reason)
     fault = _fault(partly, call, seen.answer) if alone else None
     if fault is None:
         return partly
-    return assembled(model, {}, [*notes, f"all of it runs as it is: compiled in parts, {fault}"], reason)
+    return assembled(
+        model, {}, [*notes, f"the whole model runs unchanged: compiled in parts, it {fault}"], reason
+    )
 
 
 @dataclasses.dataclass
@@ -181,7 +183,7 @@ def _not_a_part(path: str, module: nn.Module, seen: _Seen) -> str | None:
     if path in seen.transformed:
         return "a transform of torch.func runs it"
     if path in seen.filling:
-        return "it puts something into what it is given"
+        return "it changes a list or dictionary of its arguments"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has hooks"
     return None

@@ -166,7 +166,7 @@ def stamp(node: fx.Node, result: Any) -> Any:
     if isinstance(expected, list | tuple):
         if not isinstance(result, list | tuple) or len(result) != len(expected):
             raise ConversionError(
-                f"the converter made {_count(result)} results where torch makes {len(expected)}"
+                f"the converter returned {_count(result)} results where torch returns {len(expected)}"
             )
         return tuple(
             None if item is None else _stamp_one(item, value)
@@ -183,17 +183,19 @@ def _stamp_one(result: Any, expected: Any) -> Any:
     if isinstance(result, torch.Tensor):
         result = F.constant(result)
     if not isinstance(result, Tensor):
-        raise ConversionError(f"the converter made a {type(result).__name__}, not a tensor")
+        raise ConversionError(f"the converter returned a {type(result).__name__}, not a tensor")
     dtype = dtypes.to_onnx(expected.dtype)
     if result.dtype != dtype:
-        raise ConversionError(f"the converter made {result.dtype.name} where torch makes {dtype.name}")
+        raise ConversionError(f"the converter returned {result.dtype.name} where torch returns {dtype.name}")
     shape = shape_of(expected)
     have = result.shape
     if len(have) != len(shape):
-        raise ConversionError(f"the converter made {len(have)} dimensions where torch makes {len(shape)}")
+        raise ConversionError(
+            f"the converter returned {len(have)} dimensions where torch returns {len(shape)}"
+        )
     for size, expected_size in zip(have, shape, strict=True):
         if isinstance(size, int) and isinstance(expected_size, int) and size != expected_size:
-            raise ConversionError(f"the converter made shape {have} where torch makes {shape}")
+            raise ConversionError(f"the converter returned shape {have} where torch returns {shape}")
     if have != shape and result.value.producer() is not None:
         result.value.shape = ir.Shape(shape)
     return result

@@ -158,7 +158,7 @@ def converter(
     ...     return F.leaky_relu(self, negative_slope)
     """
     if not keys:
-        raise ConversionError("a converter needs the operator it converts")
+        raise ConversionError("@converter needs the operator that it converts")
 
     def decorate(function: Author) -> Author:
         shipped = (function.__module__ or "").startswith("intarsia.convert.aten")
@@ -206,7 +206,7 @@ def _overload_of(custom: Any) -> Any:
     """The one overload of what `torch.library.custom_op` makes; torch has no public name for it."""
     overload = getattr(custom, "_opoverload", None)
     if not isinstance(overload, torch._ops.OpOverload):
-        raise ConversionError(f"{custom!r} is known to torch.ops only; name its overload there")
+        raise ConversionError(f"{custom!r} is registered only in torch.ops; name its overload there")
     return overload
 
 

@@ -95,7 +95,7 @@ def default_engines(device: str = "cpu", notes: list[str] | None = None) -> list
                 engines.append(kind())
         except Exception as error:
             if notes is not None:
-                notes.append(f"{name}: it could not be made: {_first_line(error)}")
+                notes.append(f"{name}: it could not be created: {_first_line(error)}")
     return engines
 
 
@@ -113,7 +113,7 @@ def resolve_engines(
         engines = default_engines(device, notes)
     else:
         if isinstance(asked, type) or not isinstance(asked, Engine | str | Iterable):
-            raise EngineError(f"engines={asked!r}; give engines or their names, e.g. ['openvino']")
+            raise EngineError(f"engines={asked!r}; pass engines or their names, e.g. ['openvino']")
         listed = [asked] if isinstance(asked, Engine | str) else list(asked)
         if any(isinstance(item, str) and item not in known and item not in broken for item in listed):
             _entry_points.cache_clear()  # it may have been installed meanwhile
@@ -131,7 +131,7 @@ def resolve_engines(
     names = [engine.name for engine in usable]
     for name in names:
         if names.count(name) > 1:
-            raise EngineError(f"engine {name!r} is given twice")
+            raise EngineError(f"engine {name!r} is named twice")
     pytorch = next((engine for engine in usable if engine.name == "pytorch"), PyTorch())
     return [*(engine for engine in usable if engine is not pytorch), pytorch], notes
 
@@ -171,7 +171,7 @@ def with_short_engines(
     precision = ", ".join(arithmetic)
     missing |= {e.name: f"it computes in {e.arithmetic}, and precision is {precision}" for e in wrong}
     if not missing and all(engine.is_exact for engine in engines):
-        missing[precision] = "no engine that was named computes in it"
+        missing[precision] = "none of the named engines computes in it"
     return engines, missing
 
 
@@ -179,7 +179,7 @@ def _unavailable(engine: Engine) -> str | None:
     try:
         return engine.unavailable()
     except Exception as error:
-        return f"it failed when asked whether it is there: {_first_line(error)}"
+        return f"the check whether it is available failed: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -244,7 +244,7 @@ class NetworkEngine(Engine):
 
         Its weights are tensors in memory, and in the file where that has a place for them.
         """
-        raise EngineError(f"{self.name} has no form of its own for networks")
+        raise EngineError(f"{self.name} does not define a form for networks")
 
 
 class GraphEngine(Engine):

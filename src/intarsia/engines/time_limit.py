@@ -48,7 +48,7 @@ def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise OutOfTime(f"{what} did not end within {seconds:g} s; it is left behind")
+        raise OutOfTime(f"{what} did not end within {seconds:g} s; it is left running")
     if failed:
         raise failed[0]
     return results[0]

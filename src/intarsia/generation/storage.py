@@ -219,7 +219,7 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
     `like` has keys and values of each layer for one call, from which shapes and dtypes are taken.
     """
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-        raise InputError(f"the cache is a {type(cache).__name__}, and compiled for is a DynamicCache")
+        raise InputError(f"the cache is a {type(cache).__name__}; compiled for a DynamicCache")
     layers = cache.layers
     # A cache is made with as many layers as the configuration names first, which may be the encoder's.
     if (layers and len(layers) < len(like)) or any(layer.is_initialized for layer in layers[len(like) :]):

@@ -129,7 +129,7 @@ def place_of(line: Line, cut: int | str) -> int:
         return inside[0]
     known = {node.name for node in line.nodes} | {path for n in line.nodes for path, _ in modules(n)}
     near = get_close_matches(cut, sorted(known), n=3)
-    hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
     raise PartitionError(f"cuts names {cut!r}, which is neither a node nor a module of the graph{hint}")
 
 

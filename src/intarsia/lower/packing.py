@@ -102,7 +102,7 @@ def pack_weights(module: fx.GraphModule) -> None:
     for said, names in left.items():
         more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
         notes = module.meta.setdefault("unpacked", [])
-        notes.append(f"not kept in few bits are the weights of {', '.join(names[:_NAMED])}{more}: {said}")
+        notes.append(f"these weights are not stored in few bits: {', '.join(names[:_NAMED])}{more}: {said}")
 
 
 def _constants(module: fx.GraphModule) -> dict[fx.Node, int]:
@@ -162,7 +162,7 @@ def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
     result = replace(result, weight=values.held(weight, result.weight))
     dense = values.of(weight)
     if not _stands_for(result, dense.t() if turned else dense):
-        raise _Unpackable("scaled anew, its integers give other numbers than the model computes")
+        raise _Unpackable("after rescaling, its integers give other numbers than the model computes")
     return result
 
 
@@ -265,7 +265,7 @@ def _factors(values: _Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tens
         numbers = values.of(origin)
         integers = _whole(numbers)
         if integers is None:
-            raise _Unpackable("its numbers are no integers and have no scales")
+            raise _Unpackable("its numbers are neither integers nor scaled")
         dtype = numbers.dtype if numbers.dtype.is_floating_point else torch.float32
         return integers, torch.ones((), dtype=dtype, device=numbers.device)
     if origin.target is not aten.mul.Tensor:
@@ -275,7 +275,7 @@ def _factors(values: _Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tens
     for integers, scale in (sides, sides[::-1]):
         if (whole := _whole(values.factor(integers))) is not None:
             return whole, values.factor(scale).to(dtype)
-    raise _Unpackable("its zero points are no integers")
+    raise _Unpackable("its zero points are not integers")
 
 
 def _numel(arg: Any) -> int:
@@ -301,7 +301,7 @@ def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
         size = _group_size(scale)
     if not (blocks := _blocks(size, columns)):
         raise _Unpackable(
-            f"its groups have {size} weights, and those that are no multiple of 16 are not handled"
+            f"its groups have {size} weights, and those that are not a multiple of 16 are not handled"
         )
     for bits in (4, 8) if columns % 2 == 0 else (8,):
         for block in blocks:

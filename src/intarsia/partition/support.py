@@ -67,7 +67,7 @@ def _refusals_of(
     reasons: dict[str, str] = {}
     for engine in engines:
         if not _may_take(engine, node):
-            reasons[engine.name] = "control flow runs in PyTorch, its bodies on engines"
+            reasons[engine.name] = "control flow runs in PyTorch; its bodies run on engines"
             continue
         try:
             if isinstance(engine, NetworkEngine) and signature is not None:

@@ -142,7 +142,7 @@ def split(
     mixes = ""
     try:
         if way == "modules":
-            raise CaptureError("way='modules' was asked for")
+            raise CaptureError("way='modules' was requested")
         with buffers_on_meta(model) if is_on_meta(model) else nullcontext(values) as values:
             captured = trace(
                 model,

@@ -74,7 +74,7 @@ def _apply_all(net: Network, engine: NetworkBuilder, limit: int | None, strict: 
     refused = {f.name: reason for f in suitable if (reason := f.refusal(engine)) is not None}
     shipped = _shipped_entries(fusion for fusion in suitable if fusion.name not in refused)
     skipped = {
-        name: f"{engine.name} refuses the layers that it makes: {reason}"
+        name: f"{engine.name} refuses the layers that the rewrite makes: {reason}"
         for name, reason in refused.items()
         if _has_match(FUSIONS[name], net)
     }
@@ -113,11 +113,11 @@ def _apply_paying(
 def _reason_to_skip(fusion: Fusion, engine: NetworkBuilder, measure: bool, benefits: Benefits) -> str | None:
     """Why a pattern is not applied to networks for an engine; None where it pays."""
     if fusion.finite_only:
-        return "it answers differently for NaN and infinities; name it to have it"
+        return "it gives other answers for NaN and infinities; name it in rewrite= to apply it"
     try:
         ratio = benefits.measured(engine, fusion) if measure else benefits.get(engine, fusion.name)
     except Exception as error:  # an engine of another package may raise anything
-        return f"{engine.family} does not build what it makes: {error}"
+        return f"{engine.family} cannot build the layers that it makes: {error}"
     if ratio is None:
         return f"it was not measured with {engine.family} on this machine"
     if ratio > PAYS:
@@ -143,7 +143,7 @@ def patterns_by_engine(patterns: Patterns, engines: Sequence[NetworkBuilder]) ->
 def as_list(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
     """The patterns; RewriteError for what are none."""
     if isinstance(patterns, type) or not isinstance(patterns, Pattern | Iterable):
-        raise RewriteError(f"rewrite={patterns!r}; give patterns, their names, True, False or None")
+        raise RewriteError(f"rewrite={patterns!r}; pass patterns, their names, True, False or None")
     return (
         [patterns] if isinstance(patterns, str | PatternRewriter | RewritePatternManager) else list(patterns)
     )
@@ -177,7 +177,7 @@ def _entries_of(pattern: Pattern) -> list[Entry]:
     hint = (
         f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(sorted(names))}"
     )
-    raise RewriteError(f"no pattern is called {pattern!r}; {hint}")
+    raise RewriteError(f"there is no pattern {pattern!r}; {hint}")
 
 
 def _suits(pattern: Pattern, engine: NetworkBuilder) -> bool:
@@ -221,7 +221,7 @@ def cache_file() -> Path:
 
 
 def engine_key(engine: NetworkBuilder, device: str = "cpu") -> str:
-    """An engine on a machine: another version, processor, GPU or number of threads is measured anew."""
+    """An engine on a machine: another version, processor, GPU or number of threads is measured again."""
     where = machine_key() if device == "cpu" else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"{engine.family}, {engine.version()}, {where}"
 

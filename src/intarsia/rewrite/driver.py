@@ -183,7 +183,7 @@ class Driver:
     def _fail_to_ask(self, entry: Entry, node: ir.Node, error: Exception) -> None:
         """A pattern failed where it was only asked whether it matches."""
         where = f"layer {node.name} ({node.op_type})"
-        message = f"pattern {entry.pattern.name!r} could not be asked about {where}: {last_line(error)}"
+        message = f"pattern {entry.pattern.name!r} could not be checked at {where}: {last_line(error)}"
         if self._strict:
             raise RewriteError(message) from error
         failure = Broken(entry.label, message)
@@ -193,7 +193,7 @@ class Driver:
     def _no_end(self) -> None:
         recent = Counter(one.pattern for one in self._log.fired[-200:])
         labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
-        raise RewriteError(f"{self._budget} rewrites and no end; of the last 200 came from {labels}")
+        raise RewriteError(f"{self._budget} rewrites without an end; the last 200 came from {labels}")
 
     def _loop(self, label: str, node: ir.Node) -> str | None:
         """What to say if a pattern acts on a layer that it replaced before, just as it is."""

@@ -118,7 +118,7 @@ class PatternAnalyzer:
 # `@rule`: a pattern written as the program that it matches.
 
 Function = Callable[..., Any]
-_AS_IT_IS = Refusal("what it gives stands there already")
+_AS_IT_IS = Refusal("its replacement is there already")
 
 
 class Rule(PatternRewriter):

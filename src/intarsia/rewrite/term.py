@@ -111,7 +111,7 @@ class OpBuilder:
     def constant(self, var: Any) -> Term:
         """This variable, where it is a constant."""
         if not isinstance(var, Var):
-            raise RewriteError(f"op.constant() is given a variable of the pattern, not {var!r}")
+            raise RewriteError(f"op.constant() takes a variable of the pattern, not {var!r}")
         return Var(var.name, constant=True)
 
     def maybe(self, term: Any) -> Term:
@@ -143,7 +143,7 @@ def _term(value: Any) -> Term:
         return value
     if isinstance(value, bool | int | float):
         return Number(float(value))
-    raise RewriteError(f"{value!r} cannot stand in a pattern")
+    raise RewriteError(f"{value!r} cannot be part of a pattern")
 
 
 Root = OpTerm | Output | Either  # alternatives of a root are calls
@@ -157,7 +157,7 @@ def build(pattern: Callable[..., Any]) -> tuple[tuple[Root, ...], list[str]]:
     for root in roots:
         alternatives = root.terms if isinstance(root, Either) else (root,)
         if not all(isinstance(term, OpTerm | Output) for term in alternatives):
-            raise RewriteError(f"a pattern is what operators make, not {root!r}")
+            raise RewriteError(f"a pattern is the result of an operator, not {root!r}")
     return roots, names
 
 

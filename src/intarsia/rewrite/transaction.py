@@ -135,11 +135,11 @@ def _same_type(net: Network, old: ir.Value, new: ir.Value, keep_types: bool) -> 
         return True
     if was.dtype != now.dtype:
         if keep_types:
-            raise NetworkError(f"{was!r} was replaced by {now!r}, of another dtype")
+            raise NetworkError(f"{was!r} was replaced by {now!r}, which has another dtype")
         return False
     if clash := shape_clash(was.shape, now.shape) or _lost_symbol(was.shape, now.shape):
         if keep_types:
-            raise NetworkError(f"{was!r} was replaced by {now!r}, of another shape: {clash}")
+            raise NetworkError(f"{was!r} was replaced by {now!r}, which has another shape: {clash}")
         return False
     both = merged(was.shape, now.shape)
     if both != now.shape:

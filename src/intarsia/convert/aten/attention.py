@@ -160,7 +160,7 @@ def _alone(ctx: Context, output: Tensor) -> tuple[Tensor | None, ...]:
     """The attention of an operator that also returns what only training reads."""
     for index in range(1, len(ctx.value)):
         if used(ctx.node, index):
-            raise ConversionError(f"result {index} of {ctx.name}, made for training, is not handled")
+            raise ConversionError(f"result {index} of {ctx.name}, which only training needs, is not handled")
     return (output, *[None] * (len(ctx.value) - 1))
 
 

@@ -120,7 +120,7 @@ def arange(ctx: Context, end: Any, start: Any = 0, step: Any = 1, *, dtype: Any 
     for bound in (start, end, step):
         if isinstance(bound, float) or (isinstance(bound, Tensor) and bound.dtype != INT64):
             raise ConversionError(
-                f"a range from {start} to {end} by {step}, not all integers, is not handled"
+                f"a range from {start} to {end} by {step}, which are not all integers, is not handled"
             )
     return F.cast(F.arange(start, end, step, INT64), ctx.dtype)
 

@@ -126,7 +126,7 @@ def static(x: Tensor, axis: int) -> int:
     """The size of `x` along an axis, which must be known when the network is made."""
     size = x.shape[axis]
     if not isinstance(size, int):
-        raise ConversionError(f"the size {size} of dimension {axis} is not known ahead")
+        raise ConversionError(f"the size {size} of dimension {axis} is not known at compile time")
     return size
 
 
@@ -134,7 +134,7 @@ def whole(values: Any, what: str) -> list[int]:
     """Integers that must be known when the network is made."""
     items = list(values) if isinstance(values, list | tuple) else [values]
     if not all(isinstance(item, int) for item in items):
-        raise ConversionError(f"{what}={items} is not known ahead")
+        raise ConversionError(f"{what}={items} is not known at compile time")
     return items
 
 

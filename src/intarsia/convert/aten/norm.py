@@ -24,7 +24,7 @@ def ones(sizes: Sequence[Any], dtype: ir.DataType, value: float = 1.0) -> Tensor
     """The weight of a norm that has none, or with another `value` its shift; the sizes must be known."""
     if not all(isinstance(size, int) for size in sizes):
         raise ConversionError(
-            f"normalising over sizes {tuple(sizes)} that are not known ahead is not handled"
+            f"normalising over sizes {tuple(sizes)} that are not known at compile time is not handled"
         )
     return F.constant(np.full(tuple(sizes), value, dtypes.to_numpy(dtype)))
 
@@ -170,7 +170,7 @@ def native_batch_norm(
     training: bool = False,
 ) -> tuple[Any, ...]:
     if len(ctx.value) > 3 and used(ctx.node, 3):
-        raise ConversionError("the reserve of batch norm, made for training, is not handled")
+        raise ConversionError("the reserve of batch norm, which only training needs, is not handled")
     return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, training, eps))
 
 

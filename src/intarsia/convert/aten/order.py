@@ -375,7 +375,7 @@ def isin(
 @converter(aten.one_hot.default)
 def one_hot(ctx: Context, self: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0:
-        raise ConversionError(f"num_classes={num_classes}, to be read from the data, is not handled")
+        raise ConversionError(f"num_classes={num_classes}, read from the data, is not handled")
     outside = F.logical_or(F.less(self, 0), F.less(num_classes - 1, self))
     classes = F.add(arange(num_classes), zero_unless(outside))
     return F.cast(F.equal(F.unsqueeze(self, [self.ndim]), classes), D.INT64)

@@ -39,7 +39,7 @@ def nearest_places(x: Tensor, axis: int, goal: Size, exact: bool, scale: float |
 def resized(x: Tensor, axis: int, mode: str, goal: Size, align: bool, scale: float | None) -> Tensor:
     """`x` resized along one axis, linear or cubic, in torch's order of operations."""
     if mode not in ("linear", "cubic"):
-        raise ConversionError(f"resizing by {mode} to a size not known ahead is not handled")
+        raise ConversionError(f"resizing by {mode} to a size not known at compile time is not handled")
     extent = size(x, axis)
     if align:
         last, end = _float(extent + -1), _float(goal + -1)
@@ -108,7 +108,7 @@ def _goal(x: Tensor, output_size: Any, scales: Sequence[float | None]) -> list[A
     for i, scale in enumerate(scales):
         size = x.shape[2 + i]
         if scale is None:
-            raise ConversionError("neither a size nor a scale is given")
+            raise ConversionError("neither a size nor a scale is passed")
         goal.append(math.floor(size * scale) if isinstance(size, int) else None)
     return goal
 
@@ -117,7 +117,7 @@ def _scaled(x: Tensor, axis: int, scale: float | None) -> Size:
     """A size that is known at run time times a scale, rounded down, in integers."""
     exact = Fraction(scale or 1.0)
     if exact.denominator > 1024:
-        raise ConversionError(f"resizing by a factor of {scale} needs sizes known ahead")
+        raise ConversionError(f"resizing by a factor of {scale} needs sizes known at compile time")
     extent = F.mul(int64(size(x, axis)), int64(exact.numerator))
     return floor_divide(extent, exact.denominator) if exact.denominator > 1 else extent
 
@@ -230,7 +230,7 @@ def smooth(
     plain = mode == "linear" or (mode == "cubic" and not known)
     if plain and rank == 2 and (None not in scales or not any(scales)):
         if not known and any(has_scale) and align:
-            raise ConversionError("align_corners=True with scale factors needs sizes known ahead")
+            raise ConversionError("align_corners=True with scale factors needs sizes known at compile time")
         if not known or None in scales or _scales_match(x, goal, scales):
             where = "align_corners" if align else "half_pixel"
             result = _layer(

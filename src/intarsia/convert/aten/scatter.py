@@ -222,7 +222,9 @@ def embedding_bag(
 ) -> Bags:
     for output in (1, 2, 3):
         if used(ctx.node, output):
-            raise ConversionError(f"result {output} of embedding_bag, meant for gradients, is not handled")
+            raise ConversionError(
+                f"result {output} of embedding_bag, used by gradients alone, is not handled"
+            )
     wide = kernels.accumulator(weight.dtype)
     indices = from_the_front(indices, size(weight, 0))
     rows = F.cast(F.gather(weight, indices, 0), wide)

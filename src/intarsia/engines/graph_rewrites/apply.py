@@ -86,7 +86,7 @@ def paying(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
     except RuntimeError as error:  # no room for it, or nothing that a CUDA graph can hold
         said = next(iter(str(error).splitlines()), "")
         warnings.warn(
-            f"rewrites could not be measured, so all are made: {type(error).__name__}: {said}", stacklevel=3
+            f"rewrites were not measured, so all are applied: {type(error).__name__}: {said}", stacklevel=3
         )
         return tuple(names)
     store.update({key: list(remaining)})

@@ -253,8 +253,8 @@ def measured_slices(rows: int, columns: int, inner: int, dtype: torch.dtype, dev
             whole = _timed(rows, columns, inner, dtype, 1)
             ratios = {count: ratio(_timed(rows, columns, inner, dtype, count), whole) for count in counts}
     except torch.OutOfMemoryError:
-        said = f"a product of {rows} x {inner} x {columns} could not be measured for want of memory"
-        warnings.warn(f"{said}, and is left whole", stacklevel=2)
+        said = f"a product of {rows} x {inner} x {columns} could not be measured: there is not enough memory"
+        warnings.warn(f"{said}, and is not split", stacklevel=2)
         return 1
     return min((count for count in counts if ratios[count] < _PAYS), key=ratios.__getitem__, default=1)
 

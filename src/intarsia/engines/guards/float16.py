@@ -145,7 +145,7 @@ def _has_large_constant(layer: Layer, is_mask: bool) -> bool:
     large = [number[~(number.abs() <= LARGEST_HALF)] for number in values]
     ends = [end.item() for number in large if number.numel() for end in torch.aminmax(number)]
     if ends and not (is_mask and max(ends) < 0):
-        raise EngineError(f"a constant of {layer.kind} holds {max(ends):g}, and float16 does not")
+        raise EngineError(f"a constant of {layer.kind} holds {max(ends):g}, which float16 cannot hold")
     return bool(ends)
 
 

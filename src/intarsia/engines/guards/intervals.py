@@ -212,7 +212,7 @@ def may_be_denormal(divisor: Tensor, interval: Interval) -> bool:
 
 
 def merged_out_of_range(layers: Iterable[Layer]) -> str | None:
-    """The first layer whose constant factor, merged with those before it, leaves float32, in words.
+    """The first layer whose constant factor, merged with the constants before it, leaves float32, in words.
 
     Engines multiply constant factors with each other and into weights, and no option forbids that alone:
     `x * 1e20 * 1e20` is one product by infinity then, which makes NaN of 0 where PyTorch makes 0. A network
@@ -235,8 +235,8 @@ def merged_out_of_range(layers: Iterable[Layer]) -> str | None:
         is_product = layer.kind in MULTIPLIES_WEIGHTS  # weights are not multiplied with each other
         merged = after * factor * (1.0 if is_product else weight)
         if merged != factor and not _LIMITS.tiny <= merged <= _LIMITS.max:
-            reason = f"makes a factor of up to {merged:g}, which float32 does not hold"
-            return f"{layer.kind} {layer.name} by a constant, merged with those before it, {reason}"
+            reason = f"makes a factor of up to {merged:g}, which float32 cannot hold"
+            return f"{layer.kind} {layer.name} by a constant, merged with the constants before it, {reason}"
         chains[layer.get_outputs(0)[0].value] = (factor, 1.0) if is_product else (weight, after * factor)
     return None
 

@@ -294,7 +294,7 @@ class _Planner:
                 return less
         raise EngineError(
             f"{layer.kind} may make integers from {ranges[0].low} to {ranges[0].high};"
-            f" {self.limits.engine} computes it rightly up to {limit.high}"
+            f" {self.limits.engine} is correct up to {limit.high}"
         )
 
     def require(self, layer: Layer, tensor: Tensor, allowed: Interval) -> None:
@@ -307,7 +307,7 @@ class _Planner:
                 return  # a position that means "to the end"
             raise EngineError(
                 f"a constant of {layer.kind} holds {_values(interval)};"
-                f" {self.limits.engine} computes it rightly from {allowed.low} to {allowed.high}"
+                f" {self.limits.engine} is correct from {allowed.low} to {allowed.high}"
             )
         room = _roomy(allowed) if tensor.dtype in LONG else allowed
         chain = _chain(tensor) if tensor.dtype in LONG else [tensor]

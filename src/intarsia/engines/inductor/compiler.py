@@ -65,7 +65,7 @@ def unknown_option(options: Mapping[str, Any]) -> str | None:
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
-            hint = f"; near are {', '.join(near)}" if near else ""
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
             return f"Inductor of torch {torch.__version__} has no option {name!r}{hint}"
     return None
 

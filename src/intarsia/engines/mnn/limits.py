@@ -85,7 +85,7 @@ def planned(net: Network) -> Guards:
     guards = plan_guards(net, MnnLimits())
     for guard in guards.all():
         if not isinstance(guard, ValueGuard | Product):
-            raise EngineError(f"{guard}, and MNN has no layers that watch for it")
+            raise EngineError(f"{guard}, and MNN has no layers to check it")
     return guards
 
 

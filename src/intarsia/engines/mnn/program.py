@@ -45,7 +45,7 @@ class MnnProgram(GuardedProgram):
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if os.getpid() != self._process:
-            return self._left(tensors, "MNN's threads are not in a forked process")
+            return self._left(tensors, "MNN's threads do not exist in a forked process")
         values = []
         for port, tensor in zip(self._ports.inputs, tensors, strict=True):
             tensor = (

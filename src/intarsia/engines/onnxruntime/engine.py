@@ -190,7 +190,7 @@ class OnnxRuntime(NetworkEngine):
         ports, checks = Ports.from_json(about["ports"]), Checks.from_json(about["checks"])
         folder, name = os.path.split(os.path.realpath(file.path))
         if names_files(blob):
-            raise EngineError("the packed model names files of its own")
+            raise EngineError("the packed model refers to other files")
         values = {key: weight_value(weights[key]) for key in weights if key not in file.places}
         shared = {key: values[key][0] for key in about["shared"] if key in values}
         try:

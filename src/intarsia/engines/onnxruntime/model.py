@@ -93,7 +93,7 @@ def check_bodies(net: Network, guards: bool, device: str) -> None:
                 raise EngineError("its body needs guards on values")
             as_written = plain(body).data
             if guarded(body, False, device).data != as_written:
-                raise EngineError("its body needs other layers in the place of some")
+                raise EngineError("some layers of its body would have to be replaced")
 
 
 _MOST_INSIDE = 2**31 - 2**26  # protobuf's limit for one message, less what the graph may take

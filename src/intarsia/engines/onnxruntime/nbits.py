@@ -69,7 +69,7 @@ def with_short_weights(net: Network, *, bits: int, block: int) -> tuple[Any, Wei
         proto.graph.initializer.extend(held)
         size += sum(tensor.ByteSize() for tensor in held)
         if size > _LARGEST:
-            raise EngineError(f"weights of {bits} bits take more than {_LARGEST} bytes, which no model holds")
+            raise EngineError(f"weights of {bits} bits take more than {_LARGEST} bytes, the limit of a model")
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
     if all(known.domain != _DOMAIN for known in proto.opset_import):

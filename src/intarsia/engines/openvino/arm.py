@@ -250,7 +250,7 @@ def _as_plane(ov: Any, convolution: Any) -> Any:
     """A transposed convolution of one dimension as one of two; of one, OpenVINO gets all wrong."""
     data, kernel, *text = convolution.input_values()
     if text:
-        raise EngineError("a transposed convolution of one dimension that is told its size is not handled")
+        raise EngineError("a transposed convolution of one dimension with output_shape is not handled")
     kind = convolution.get_type_name()
     result = (
         ov.convolution_backprop_data

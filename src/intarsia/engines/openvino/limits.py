@@ -89,7 +89,7 @@ def _refuses(layer: Layer) -> str | None:
     if layer.kind == "Cast" and outputs[0].dtype in _HELD:
         source = layer.get_inputs(0)[0]
         if source is not None and source.dtype in _SHORTS:  # longer ones are watched
-            return f"{outputs[0].name} rounds {source.dtype.name}, which OpenVINO does not do as PyTorch does"
+            return f"{outputs[0].name} rounds {source.dtype.name}, which OpenVINO does differently"
     if is_arm() and (reason := _refuses_on_arm(layer)) is not None:
         return reason
     touched = [tensor for tensor in layer.get_inputs() if tensor is not None]
@@ -104,14 +104,14 @@ def _refuses(layer: Layer) -> str | None:
 def _refuses_on_arm(layer: Layer) -> str | None:
     output = layer.get_outputs(0)[0]
     if layer.kind == "ConvTranspose" and not _is_constant(layer.get_inputs(1)[0]):
-        return f"{output.name} is a transposed convolution by weights that OpenVINO reads but once on ARM"
+        return f"{output.name} is a transposed convolution by weights that OpenVINO reads only once on ARM"
     if output.dtype != ir.DataType.BFLOAT16:
         return None
     source = layer.get_inputs(0)[0]
     moved = layer.kind in _MOVES and (
         layer.kind != "Cast" or source is None or source.dtype not in dtypes.FLOATS
     )
-    return None if moved else f"{output.name} is rounded to bfloat16, which OpenVINO does wrongly on ARM"
+    return None if moved else f"{output.name} is rounded to bfloat16, which OpenVINO computes wrongly on ARM"
 
 
 class OpenVINOLimits:
@@ -216,7 +216,7 @@ def _index_axes(layer: Layer) -> list[int] | None:
     assert indices is not None
     first, depth = layer.attribute("batch_dims", 0), indices.shape[-1]
     if not isinstance(depth, int):
-        raise EngineError(f"{layer.kind} by indices of unknown depth is not handled on OpenVINO")
+        raise EngineError(f"{layer.kind} by indices with an unknown number of coordinates is not handled")
     return list(range(first, first + depth))
 
 

@@ -233,7 +233,7 @@ def _number_in_float16(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tup
     """The same in float16, where a limit that is larger than all numbers would hold for infinity, too."""
     x = tensors[guard.tensors[0]]
     if not isinstance(guard, ValueGuard) or x.get_element_type().is_integral_number():
-        raise EngineError(f"{guard}, and float16 does not hold such numbers exactly")
+        raise EngineError(f"{guard}, and float16 cannot hold such numbers exactly")
     if guard.total:
         # Whether rounding leaves small numbers is all the same: infinities and NaN stay.
         scaled = ov.multiply(_float(ov, x), _scalar(ov, _HALF_SCALE))

@@ -99,7 +99,7 @@ class EqualWork(PatternRewriter):
         """The earlier layer that does the same."""
         node = layer.node
         if node.op_type.startswith("Random") or node.op_type in ("Dropout", "Bernoulli", "Multinomial"):
-            return refuse(f"{node.op_type} makes something else each time")
+            return refuse(f"{node.op_type} returns another result at each call")
         if any(value.is_graph_output() for value in node.outputs):
             return refuse(f"{node.name} makes an output of the network")
         first = next((v for v in node.inputs if v is not None and v.const_value is None), None)

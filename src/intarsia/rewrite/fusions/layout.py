@@ -47,13 +47,13 @@ class SunkTranspose(PatternRewriter):
                 return refuse(f"{parent.name} ({parent.kind}) is not elementwise")
             chain.append(parent)
             below = parent.get_inputs(_flowing(parent))[0]
-        return refuse("no transpose stands above")
+        return refuse("there is no transpose before it")
 
     def _cancel(self, outer: Layer, chain: list[Layer], inner: Layer) -> bool | Refusal:
         x = inner.get_inputs(0)[0]
         assert x is not None
         if not chain:
-            return refuse("the transposes stand side by side")
+            return refuse("there is no layer between the transposes")
         first, second = order_of(inner, x.ndim), order_of(outer, x.ndim)
         if [first[axis] for axis in second] != list(range(x.ndim)):
             return refuse(f"{second} does not undo {first}")
@@ -124,7 +124,7 @@ def _reshaped_twice(rng: np.random.Generator, large: bool) -> None:
 def squeeze_unsqueeze(net: Network, x: Tensor, a: Tensor, b: Tensor) -> object:
     """A dimension of one put in and taken out again."""
     if integers(a) != integers(b) or any(axis < 0 for axis in integers(a) or ()):
-        return refuse(f"axes {integers(a)} and {integers(b)} are not the same ones")
+        return refuse(f"axes {integers(a)} and {integers(b)} are not the same")
     return x
 
 

@@ -212,7 +212,7 @@ def onednn_product(net: Network, x: Tensor, w: Tensor, b: Tensor | None, gemm: L
         return refuse("an activation follows")
     rows = x.shape[0]
     if not isinstance(rows, int) or rows < _ROWS:
-        return refuse(f"the input has {rows} rows, of {_ROWS} that it takes to gain")
+        return refuse(f"the input has {rows} rows; the rewrite needs {_ROWS} to be faster")
     if not is_float(w):
         return refuse(f"the weight is of {w.dtype.name}, which MLAS does not multiply")
     if w.constant is None or w.constant.size < _WEIGHTS:
