@@ -42,7 +42,7 @@ class GraphCall:
     """A graph of Dynamo, called with all its inputs, weights among them.
 
     The weights are constants of the programs that it is compiled to. A call looks whether they are still the
-    same tensors, in the same place, with the same contents (`Freshness`), and compiles anew if not; a weight
+    same tensors, in the same place, with the same contents (`Freshness`), and compiles again if not; a weight
     that keeps changing becomes an input. What no program can be made for runs as captured.
     """
 

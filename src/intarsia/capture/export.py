@@ -61,7 +61,7 @@ def capture(
                 " `__tensor_flatten__`, so the tensors inside are not known"
             )
     if dynamic_shapes is not None:
-        # A named Dim promises every size of its range to export, which gives up where the model treats 1 by
+        # A named Dim promises every size of its range to export, which fails if the model treats 1 by
         # itself; an unnamed one writes the exception down as a guard.
         for asked in (dynamic_shapes, _unnamed(dynamic_shapes)):
             try:

@@ -42,8 +42,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """The model in evaluation, without gradients; its attributes, its buffers and the random state come back.
 
-    Attributes that are set anew come back, and tensors that are written to; a list or another object that a
-    model appends to in `forward` is beyond reach, as it is for capture.
+    Attributes that are replaced come back, and tensors that are written to; a list or another object that a
+    model appends to in `forward` is not restored, just as capture does not see it.
     """
     # The tables of TorchScript's modules are no dictionaries.
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]

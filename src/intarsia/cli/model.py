@@ -295,7 +295,7 @@ def _random(kind: Any, config: Any) -> Any:
 
 
 def _hugging_face_call(name: str, model: Any) -> dict[str, torch.Tensor]:
-    """An example call, made from what the configuration tells of the model's main input."""
+    """An example call, made from the configuration's data about the model's main input."""
     config, main = model.config, model.main_input_name
     texts, draw = getattr(config, "text_config", config), torch.Generator().manual_seed(0)
     if main == "pixel_values":

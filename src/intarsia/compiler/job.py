@@ -141,7 +141,7 @@ class Support:
 class CompileJob:
     """One compile of one model, or of one part of it: `run` has the stages in their order."""
 
-    model: nn.Module | ExportedProgram | None  # None for new weights that come without a model
+    model: nn.Module | ExportedProgram | None  # None for new weights without a model
     request: Request
     engines: tuple[Engine, ...]
     options: CompileOptions

@@ -147,7 +147,7 @@ def explain_parts(
 
 
 def _make_each(model: nn.Module, seen: _Seen, make_one: MakeOne[P]) -> tuple[dict[str, P], dict[str, str]]:
-    """Submodules made ready by path, and why others failed; none lies within another."""
+    """Submodules made ready by path, and why others failed; none is inside another."""
     modules = dict(model.named_modules())
     order = sorted(seen.calls, key=lambda path: -_elements(modules[path]))
     parts: dict[str, P] = {}
@@ -172,7 +172,7 @@ def _make_each(model: nn.Module, seen: _Seen, make_one: MakeOne[P]) -> tuple[dic
                 outcome = "no engine takes any of it"
             why = outcome
         failures[path] = why
-    # Of a module that fails because its parts do, the parts tell why.
+    # If a module fails because of its parts, the parts have the reason.
     return parts, {p: w for p, w in failures.items() if not any(part.startswith(f"{p}.") for part in parts)}
 
 

@@ -38,10 +38,10 @@ class NodeError(ConversionError):
 def convert(
     module: fx.GraphModule, name: str = "network", notes: list[str] | None = None, engine: Any = None
 ) -> Network:
-    """The network that computes what a graph of core ATen does; NodeError names what it cannot take.
+    """The network of a graph of core ATen; NodeError names a node that cannot be converted.
 
-    `notes` is told of a user's converter that failed, so that another one took its place. Converters may ask
-    for the `engine` that the network is made for.
+    `notes` receives an entry if a user's converter failed and another one was used instead. Converters may
+    ask for the `engine` that the network is made for.
     """
     net = Network(name)
     ctx = ConversionContext(net, for_engine=engine)

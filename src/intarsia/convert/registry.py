@@ -234,8 +234,8 @@ _RAW = ("ctx", "target", "args", "kwargs", "name")
 def adapt(function: Callable[..., Any], target: Any, elsewhere: frozenset[str] = frozenset()) -> Function:
     """Bind a converter, raw or with schema-named arguments; a name the schema lacks is an error now.
 
-    A function that serves several overloads may name what only some of them have (`elsewhere`). For the
-    others the parameter keeps its Python default.
+    A function that serves several overloads may name what only some of them have (`elsewhere`). In the other
+    overloads the parameter has its Python default.
     """
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters]

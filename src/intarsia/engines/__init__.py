@@ -36,7 +36,7 @@ from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError
 
 ENTRY_POINTS = "intarsia.engines"
-# In the order they are asked. Engines of other packages come behind the first two.
+# In the order they are asked. Engines of other packages come after the first two.
 _FIRST: tuple[type[Engine], ...] = (OpenVINO, OnnxRuntime)
 _LAST: tuple[type[Engine], ...] = (
     OpenVINOInt8,

@@ -1,4 +1,4 @@
-"""A limit on how long an engine may take: the wait ends, and the engine is left behind."""
+"""A limit on how long an engine may take: the wait ends, and the engine is abandoned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class OutOfTime(EngineError):
-    """An engine that did not come back in time; whatever it does, it goes on doing in a thread of its own."""
+    """An engine that did not return in time; it continues in a separate thread."""
 
 
 def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:

@@ -236,7 +236,7 @@ def is_short(program: Program | None) -> bool:
 
 
 def why_exact(token: Program, tolerance: float) -> str:
-    """Why the program of a token is not in shorter arithmetic, as the search for it has told."""
+    """Why the program of a token is not in shorter arithmetic, as the search for it reported."""
     findings = getattr(token.plan, "findings", None)
     notes = [*([] if findings is None else findings.left_out), *token.notes]
     reasons = [reason for reason in notes if reason.startswith(tuple(short_engines()))]

@@ -1,6 +1,6 @@
 """An encoder's `forward` that reads tokens or sound by a compiled program, and all else as before.
 
-Keys and values of an encoder's states come out of the program for prompts, since a model computes them in its
+The program for prompts returns keys and values of an encoder's states, since a model computes them in its
 layers and nowhere else.
 """
 

@@ -58,7 +58,7 @@ class GeneratingForward(PlacedForward):
     """The `forward` of a decoder: compiled programs for prompts and single tokens, else the model's own.
 
     Both work on the same cache, which is a `DynamicCache` of transformers (after an encoder, a pair of them)
-    with layers in memory of a fixed length; so a call that no program was compiled for may come at any time.
+    with layers in memory of a fixed length; so a call without a compiled program may come at any time.
     """
 
     asks_weights = True

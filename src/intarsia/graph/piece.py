@@ -117,7 +117,7 @@ def pieces_at(gm: fx.GraphModule, line: Line, places: Sequence[int]) -> list[Pie
 
 
 def place_of(line: Line, cut: int | str) -> int:
-    """The place a user means: its number, the node behind the cut, or the module whose nodes follow it."""
+    """The place a user means: its number, the node after the cut, or the module whose nodes follow it."""
     if isinstance(cut, int):
         return cut
     own = [i for i, node in enumerate(line.nodes) if node not in line.recomputed]

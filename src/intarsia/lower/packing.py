@@ -1,8 +1,8 @@
-"""Products whose weights are computed of integers alone: they are kept in those few bits.
+"""Products whose weights are computed from integers alone: the weights stay in few bits.
 
 A quantized model unpacks its integers, subtracts zero points and multiplies by scales at every call, each
 library in its own way. As all of that is constant, it is computed here, one weight at a time, and laid out
-anew. What the new layout stands for must equal what the model computes in every bit; else the model's
+again. What the new layout stands for must equal what the model computes in every bit; else the model's
 operators stay as they are, with a note that says why.
 
     integers ─ shifts ─ masks ─ order ─┐
@@ -186,7 +186,7 @@ class _Values:
         self._module = module
 
     def of(self, node: fx.Node) -> torch.Tensor:
-        """The value of a node; what leads to it is let go of on the way."""
+        """The value of a node; the values that lead to it are dropped on the way."""
         chain = sorted(_behind(node))
         last = {source: one for one in chain for source in one.all_input_nodes}
         values: dict[fx.Node, Any] = {}
@@ -236,7 +236,7 @@ def _behind(node: fx.Node) -> set[fx.Node]:
 
 
 def _origin(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The product of integers and scales behind a weight, and what moves its numbers from there on."""
+    """The product of integers and scales that makes a weight, and the nodes that move its numbers then."""
     node, moves = weight, list[fx.Node]()
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
         if node.target in _MOVES:

@@ -63,7 +63,7 @@ def _refusals_of(
     limit_s: float | None,
     lost: dict[str, str],
 ) -> dict[str, str]:
-    """The engines that do not take a node, each with its reason; who does not come back goes into `lost`."""
+    """The engines that refuse a node, with reasons; engines that do not return in time go into `lost`."""
     reasons: dict[str, str] = {}
     for engine in engines:
         if not _may_take(engine, node):
@@ -110,7 +110,7 @@ def _ask_together(
         reasons = within(limit_s, f"{engine.name}.probe", lambda: engine.probe_all(list(tried.values())))
     except OutOfTime as error:
         lost[engine.name] = str(error)
-    except Exception:  # asked about one by one, it is told which node it failed for
+    except Exception:  # asked about nodes one by one, the faulty node is known
         return
     else:
         _answers.update(zip(tried, reasons, strict=True))

@@ -41,7 +41,7 @@ class _Level:
         self.patterns = patterns
         self._waiting: deque[ir.Node] = deque()
         self._queued: dict[ir.Node, int] = {}  # the patterns to try at those that wait
-        # Layers of which a pattern said no and cannot tell what would change that; after how many rewrites.
+        # Layers that a pattern refused for a reason beyond its reach; after how many rewrites.
         self.undecided: dict[tuple[ir.Node, int], int] = {}
 
     def __bool__(self) -> bool:

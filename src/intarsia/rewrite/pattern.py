@@ -53,7 +53,7 @@ class PatternRewriter:
     """
 
     reach: int | None = None
-    refuses_from_afar = False  # whether it may find a match and still say no for what lies beyond its reach
+    refuses_from_afar = False  # whether it may refuse a match because of layers beyond its reach
     inner_kinds: frozenset[str] = frozenset()  # of layers that may stand in a match, besides the root
     # By kind of root: groups of operators; of each group at least one must be among those that feed the root.
     fed_by: Mapping[str, tuple[frozenset[str], ...]] = MappingProxyType({})

@@ -248,7 +248,7 @@ def _makers(term: Term | None) -> frozenset[str]:
 
 
 def holds(value: ir.Value, number: float) -> bool:
-    """Whether a tensor is a constant of one element, equal to `number` as far as its dtype tells."""
+    """Whether a tensor is a constant of one element, equal to `number` in its dtype."""
     array = value.const_value
     if array is None or array.size != 1:
         return False
@@ -260,7 +260,7 @@ def holds(value: ir.Value, number: float) -> bool:
 
 
 def is_transparent(node: ir.Node) -> bool:
-    """Whether a layer hands on its first input unchanged."""
+    """Whether a layer returns its first input unchanged."""
     op_type = node.op_type
     if op_type not in MAY_BE_IDENTITY or node.domain or not node.inputs or node.inputs[0] is None:
         return False
@@ -280,7 +280,7 @@ def is_transparent(node: ir.Node) -> bool:
 
 
 def see_through(value: ir.Value | None) -> ir.Value | None:
-    """The tensor behind layers that change nothing."""
+    """The tensor before layers that change nothing."""
     while value is not None and (node := value.producer()) is not None and is_transparent(node):
         value = node.inputs[0]
     return value

@@ -74,7 +74,7 @@ def attempt(
 
 
 def last_line(error: Exception) -> str:
-    """The last line of an error's traceback; an error of ours is told by its message alone."""
+    """The last line of an error's traceback; an error of ours gives its message alone."""
     return str(error) if isinstance(error, IntarsiaError) else f"{type(error).__name__}: {error}"
 
 
@@ -173,9 +173,9 @@ def _lost_symbol(was: Shape, now: Shape) -> str | None:
 
 
 def _infer_below(net: Network, readers: list[ir.Node]) -> None:
-    """Infer anew these layers, which read what was meant to change, and whatever is made from them.
+    """Infer these layers again, whose inputs changed on purpose, and all layers that depend on them.
 
-    Each is looked at once, behind all that it is made from.
+    Each is looked at once, after all that it is made from.
     """
     order, seen = net.order, set[ir.Node]()
     waiting: list[tuple[int, ir.Node]] = []  # no two have one label

@@ -203,7 +203,7 @@ def nesting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[in
 
 
 def foreign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The type of an argument that capture cannot take apart, such as a cache."""
+    """The type of an argument that capture cannot decompose, such as a cache."""
     leaves = pytree.tree_leaves((args, kwargs))
     strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
     return type(strange[0]).__name__ if strange else None

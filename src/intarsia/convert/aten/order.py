@@ -152,7 +152,7 @@ def in_order(x: Tensor, found: tuple[Tensor, Tensor], axis: int) -> tuple[Tensor
 
 
 def _like_the_next(values: Tensor, axis: int) -> Tensor:
-    """Where an element of a sorted tensor equals the one behind it; all NaN are alike."""
+    """Where an element of a sorted tensor equals the one after it; all NaN are alike."""
     key = _comparable(values)
     before, after = F.slice(key, 0, -1, axis=axis), F.slice(key, 1, END, axis=axis)
     same = F.equal(before, after)
@@ -162,10 +162,10 @@ def _like_the_next(values: Tensor, axis: int) -> Tensor:
 
 
 def without_ties(x: Tensor, k: Any, axis: int, largest: bool, first: int = 0) -> tuple[Tensor, Tensor]:
-    """The k best, but a call in which equal ones stand among them, or at the border, is left to PyTorch.
+    """The k best, but PyTorch runs a call with equal values among them, or at the border.
 
     Which of equal elements come first, torch leaves to its kernels, and what is looked up by their places
-    differs. Places before `first` are of no concern.
+    differs. Places before `first` do not matter.
     """
     count = x.shape[axis]
     if count == 1:

@@ -99,7 +99,7 @@ def spatial_sizes(x: Tensor, rank: int) -> list[int]:
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """How many windows torch slides; none starts in the padding behind the input."""
+    """How many windows torch slides; none starts in the padding after the input."""
     span = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (-(-span // stride) if ceil else span // stride) + 1
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count

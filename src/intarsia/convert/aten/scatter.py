@@ -231,13 +231,13 @@ def embedding_bag(
     if per_sample_weights is not None:
         rows = F.mul(rows, F.unsqueeze(F.cast(per_sample_weights, wide), [1]))
     unlike = _unlike_offsets(offsets, size(indices, 0))
-    if include_last_offset:  # what comes behind the last one is in a bag or in none, as torch's modes differ
+    if include_last_offset:  # what comes after the last one is in a bag or in none, as torch's modes differ
         ends = F.equal(F.slice(F.cast(offsets, D.INT64), -1, END, axis=0), int64(size(indices, 0)))
         unlike = F.logical_or(unlike, F.logical_not(ends))
     bag = F.add(_bag_of(indices, offsets), zero_unless(unlike))
     count: Size = size(offsets, 0)
     if padding_idx >= 0:
-        # What pads goes to a bag behind the last one.
+        # What pads goes to a bag after the last one.
         pads = F.equal(indices, F.constant(padding_idx, D.INT64))
         bag = F.where(pads, F.constant(count) if isinstance(count, int) else count, bag)
     result = _reduced(rows, bag, count, _REDUCE[mode])

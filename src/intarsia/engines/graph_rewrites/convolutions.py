@@ -86,7 +86,7 @@ _REST = ("stride", "padding", "dilation", "groups")
 
 # Images and the weights of their convolutions laid out channel by channel innermost (`channels_last`).
 #
-# Kernels keep the layout that they are given, so what enters the first convolution decides for all behind it.
+# Kernels keep the layout that they are given, so what enters the first convolution decides for all after it.
 #
 # Results get the model's strides back: a caller may call `view` on them. A graph that shows the layout
 # otherwise (random numbers in memory order, views returned) is left alone.

@@ -30,7 +30,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def addmm_activation(
     bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor, use_gelu: bool
 ) -> torch.Tensor:
-    """`relu(addmm(...))`, or gelu of the tanh form: an operator of ours, which no compiler takes apart."""
+    """`relu(addmm(...))`, or gelu of the tanh form: an operator of ours, which compilers do not decompose."""
     return torch._addmm_activation(bias, one, other, use_gelu=use_gelu)
 
 
@@ -191,7 +191,7 @@ def _is_row(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _replace(module: fx.GraphModule, node: fx.Node) -> None:
-    """One product, or two where one gates the other, with the norm before and the residual behind."""
+    """One product, or two where one gates the other, with the norm before and the residual after it."""
     operands: dict[str, Any] = arguments(node)
     pair = _gate_of([node, *_beside(node)])
     x, norm, eps = _normed(module, operands["input"]) or (operands["input"], None, 0.0)

@@ -105,7 +105,7 @@ class _Watch:
         interval, sure = range_of(tensor, self.known), Interval(max(-most, _SAFE.low), min(most, _SAFE.high))
         if interval.within(sure):
             return
-        # One sum tells of infinities and NaN; a limit needs a look at each element.
+        # One sum shows infinities and NaN; a limit needs a check of each element.
         needs_finite = most == LARGEST_HALF or interval.reach <= sure.high
         self.guards[tensor.value, most] = (
             ValueGuard(tensor.name, -_CALM, _CALM, total=True)

@@ -13,7 +13,7 @@ from intarsia.engines.guards.kinds import AnyGuard, ValueGuard
 
 # Sums of squares that are known of tensors without a look at them, as long as nobody else writes there.
 #
-# A cache of keys and values grows by a token at a time. Who writes the token can tell what the whole adds up
+# A cache of keys and values grows by a token at a time. The writer of the token knows what the whole adds up
 # to; else guards look at all of it again for every token.
 #
 # Looking at the whole cache took 2.5 of 93 ms a token (`bench/generate.py --engines openvino`).
@@ -84,7 +84,7 @@ def write(tensor: torch.Tensor, place: tuple[Any, ...], values: torch.Tensor) ->
         return
     whole = record.of()
     assert whole is not None  # it is the tensor, or what the tensor is a part of
-    if _is_alike(values, part):  # it lies together, as a part of a longer memory does not
+    if _is_alike(values, part):  # it is contiguous, unlike a part of a longer memory
         added = squares_of(values.detach().numpy())
         part.copy_(values)
     else:

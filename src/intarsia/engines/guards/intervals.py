@@ -57,7 +57,7 @@ class Interval:
         return not self.nan and other.low <= self.low and self.high <= other.high
 
     def cut(self, other: Interval) -> Interval:
-        """What of this interval lies inside another, which is taken to hold."""
+        """The part of this interval that lies inside another, which is assumed to hold."""
         low, high = max(self.low, other.low), min(self.high, other.high)
         return other if low > high else Interval(low, high, self.nan and other.nan)
 
@@ -204,7 +204,7 @@ def divides_by_floats(layer: Layer) -> bool:
 
 
 def may_be_denormal(divisor: Tensor, interval: Interval) -> bool:
-    """Whether elements may be denormal, as far as a constant or the interval can tell."""
+    """Whether elements may be denormal, as far as a constant or the interval shows."""
     if divisor.constant is not None:
         sizes = abs(divisor.constant)
         return bool(((sizes > 0) & (sizes < _SMALLEST_NORMAL)).any())
@@ -218,7 +218,7 @@ def merged_out_of_range(layers: Iterable[Layer]) -> str | None:
     `x * 1e20 * 1e20` is one product by infinity then, which makes NaN of 0 where PyTorch makes 0. A network
     where the merged constant would overflow or vanish is cut between the two.
     """
-    chains: dict[ir.Value, tuple[float, float]] = {}  # the weight that made a tensor, and factors behind it
+    chains: dict[ir.Value, tuple[float, float]] = {}  # the weight that made a tensor, and factors after it
     for layer in layers:
         inputs = layer.get_inputs()
         live = [tensor for tensor in inputs if tensor is not None and tensor.constant is None]

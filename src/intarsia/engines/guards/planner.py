@@ -1,4 +1,4 @@
-"""What must hold while a network runs so that an engine answers as PyTorch does, and where to look.
+"""The conditions under which an engine gives PyTorch's answers, and the tensors to check.
 
 Kernels lose NaN, compute integers in float32 or cut them to 32 bits, read anything for an index out of range:
 an engine says which. Where the intervals of a network do not rule that out, a guard watches a tensor.
@@ -196,7 +196,7 @@ class _Planner:
         return bounded
 
     def read_later(self, layer: Layer) -> list[ir.Value]:
-        """What is known already and some layer behind this one reads."""
+        """The known values that a later layer reads."""
         now = self.places[layer]
         return [value for value in self.known if value in self.wanted and self.last_read.get(value, -1) > now]
 
@@ -386,7 +386,7 @@ def _read_layers(net: Network) -> list[Layer]:
 
 
 def _wanted(layers: Sequence[Layer], limits: Limits) -> set[ir.Value]:
-    """The floats that a kernel which loses NaN may come to see."""
+    """The floats that may reach a kernel that loses NaN."""
     wanted: set[ir.Value] = set()
     for layer in reversed(layers):
         inputs = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]

@@ -85,7 +85,7 @@ class MNN(NetworkEngine):
         return self._program(model, Ports.of(net), checks)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
-        """MNN's own file, weights and all: it lays them out anew, so they cannot stay where they are."""
+        """MNN's own file, weights and all: in a layout of its own, so they cannot be shared."""
         from intarsia.engines.mnn.converter import converted
 
         model, checks = converted(net)

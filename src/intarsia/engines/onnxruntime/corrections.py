@@ -233,7 +233,7 @@ def _opposite(name: str, source: str, graph: Any) -> NodeProto:
 
 _PREFIX = "intarsia_float"
 # fmt: off
-# Layers that make what they are told to, whatever they read; those of 8 bits have one kernel everywhere.
+# Layers whose result dtype is set by an attribute; those of 8 bits have one kernel everywhere.
 _TOLD = frozenset({
     "Bernoulli", "BitCast", "Cast", "CastLike", "Constant", "ConstantOfShape", "DequantizeLinear", "EyeLike",
     "OneHot", "QuantizeLinear", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
@@ -273,7 +273,7 @@ class _Floats:
             for body in bodies_in(node):
                 self._rewrite_body(body)
             if node.op_type in MOVES_DATA and not self._halves.isdisjoint(node.input):
-                self._halves.update(node.output)  # which nobody may have told the type of
+                self._halves.update(node.output)  # whose type may be unknown
             self._give(node) if self._is_computed(node) else self._nodes.append(node)
         self._keep(self._nodes)
         read = names_read(self._graph)

@@ -99,7 +99,7 @@ def providers(device: str, tensorrt: bool) -> list[tuple[str, dict[str, Any]]]:
         return [(_CPU, {})]
     stream = side_stream()
     options = {"user_compute_stream": str(stream.cuda_stream)}
-    if stream.device_index:  # told of device 0 too, ONNX Runtime warns of a plugin that nobody asked for
+    if stream.device_index:  # with device 0 too, ONNX Runtime warns about a plugin that was not requested
         options["device_id"] = str(stream.device_index)
     exact = {"use_tf32": "1" if torch.backends.cuda.matmul.allow_tf32 else "0"}
     own = [(_TENSORRT, dict(options))] if tensorrt else []

@@ -186,7 +186,7 @@ class OnnxRuntime(NetworkEngine):
         weights: Mapping[str, torch.Tensor],
     ) -> Program:
         """A session that reads its weights from the file, piece by piece: a kernel that packs one into a
-        layout of its own lets go of the plain one."""
+        layout of its own releases the plain one."""
         ports, checks = Ports.from_json(about["ports"]), Checks.from_json(about["checks"])
         folder, name = os.path.split(os.path.realpath(file.path))
         if names_files(blob):

@@ -64,7 +64,7 @@ def guarded(
 ) -> Model:
     """The model to run, its weights, and what must be checked at a call.
 
-    `quantize` makes a model whose products round activations, and tells the weights that it does not hold.
+    `quantize` makes a model whose products round activations, and lists the weights that it does not hold.
     """
     proto, weights = (quantize or to_proto)(net)
     limits = OnnxRuntimeLimits() if quantize is None else RoundedProductLimits()
@@ -121,7 +121,7 @@ _PACKING = MULTIPLIES_WEIGHTS | RECURRENT | {"Attention"}
 
 
 def is_packed(weight: ir.Value) -> bool:
-    """Whether a kernel packs this weight, be it behind a transpose that is folded away."""
+    """Whether a kernel packs this weight, be it after a transpose that is folded away."""
     for use in weight.uses():
         if use.node.op_type in _PACKING or use.node.domain:
             return True
@@ -209,7 +209,7 @@ class OnnxRuntimeLimits:
     def floats(self, layer: Layer, index: int) -> Interval | None:
         kind = layer.kind
         if kind == "MaxPool" and len(layer.get_outputs()) > 1:
-            return FINITE  # of a window of minus infinity no place is told
+            return FINITE  # a window of minus infinity gives no place
         if kind == "MaxPool":
             return _ABOVE  # of a window of minus infinity it gives the least finite number
         if kind in _LOSES_NAN:

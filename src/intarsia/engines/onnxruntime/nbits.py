@@ -18,7 +18,7 @@ from intarsia.network import Layer, Network, Tensor, net_guard
 from intarsia.network import functional as F
 from intarsia.network.serialize import Weights, to_proto
 
-# ONNX Runtime's quantization tools without what they tell and change of logging.
+# ONNX Runtime's quantization tools, without their log messages and changes to logging.
 
 
 @contextmanager

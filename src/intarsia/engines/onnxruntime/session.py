@@ -162,7 +162,7 @@ def _array(value: Any, dtype: torch.dtype) -> Any:
 class BoundSession(Session):
     """Inputs and outputs bound by address: for dtypes numpy lacks, and where a device holds them.
 
-    Each thread has a binding of its own, bound anew at every call.
+    Each thread has a binding of its own, bound again at every call.
     """
 
     device = "cpu"

@@ -202,7 +202,7 @@ def _softplus(ov: Any, x: Any) -> Any:
 
 
 def _softmax(ov: Any, softmax: Any) -> Any:
-    """NaN in rows of minus infinity, where OpenVINO puts numbers; None behind a product, of no masks."""
+    """NaN in rows of minus infinity, where OpenVINO puts numbers; None after a product, of no masks."""
     x = softmax.input_value(0)
     source = x.get_node()
     while source.get_type_name() in _SCALES:

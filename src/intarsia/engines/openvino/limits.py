@@ -29,8 +29,8 @@ _TAKES_EMPTY = frozenset(
     }
 )
 # fmt: on
-# Layers seen to hand NaN on as torch does: alone, behind another of their kind, behind a convolution and
-# behind a product of matrices. All others are not shown any.
+# Layers seen to hand NaN on as torch does: alone, after another of their kind, after a convolution and
+# after a product of matrices. All others are not shown any.
 # fmt: off
 HANDS_NAN_ON = frozenset(
     {
@@ -194,7 +194,7 @@ def _floats(layer: Layer, index: int) -> Interval | None:
     if kind in HANDS_NAN_ON:
         return None
     if kind == "MaxPool" and len(layer.get_outputs()) > 1:
-        return FINITE  # of a window of minus infinity no place is told
+        return FINITE  # a window of minus infinity gives no place
     if kind == "MaxPool":
         return Interval(-(2.0**100), math.inf)  # of such a window it gives the least finite number
     if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):

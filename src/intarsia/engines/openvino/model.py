@@ -150,7 +150,7 @@ def _taken_together(models: Sequence[Any], precision: str) -> set[int]:
     parameters = [parameter for model in plain for parameter in model.get_parameters()]
     try:
         supported = _supported(openvino.Model(results, parameters, "parts"), precision)
-    except Exception:  # one of them, or all together: each is asked about by itself, and then it is told
+    except Exception:  # one of them, or all together: each is checked by itself, and the engine says which
         return set()
     return {id(model) for model in plain if not _left_out(model, supported)}
 

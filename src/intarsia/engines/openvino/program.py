@@ -37,7 +37,7 @@ _NARROW = (-(2**31), 2**31 - 1)
 
 
 def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | None:
-    """The model, compiled; None for one with bodies, or constants of one name, whose places cannot be told,
+    """The model, compiled; None for one with bodies, or constants of one name, whose places are unknown,
     and for one that OpenVINO cannot read again (Swin's, in 2026.4; integers that are divided; weights of more
     than 32 bits) or that then answers differently.
 
@@ -84,8 +84,8 @@ def _divides_integers(op: Any) -> bool:
 def _answer_alike(one: Any, other: Any) -> bool:
     """Whether two compiled models give the same bits for some inputs.
 
-    Where sizes vary they are not run: OpenVINO crashes on sizes that do not fit each other, and which do is
-    not told here.
+    Where sizes vary they are not run: OpenVINO crashes on sizes that do not fit each other, and which sizes
+    fit is not known here.
     """
     if any(port.get_partial_shape().is_dynamic for port in one.inputs):
         return True

@@ -207,7 +207,7 @@ def onednn_product(net: Network, x: Tensor, w: Tensor, b: Tensor | None, gemm: L
     Engines of the group "onednn" multiply by MLAS where nothing follows a product, and by oneDNN where
     something does; which of the two is faster depends on the processor.
     """
-    # Another activation may stand behind a reshape; where one follows anyway, this one costs little.
+    # Another activation may stand after a reshape; where one follows anyway, this one costs little.
     if any(layer.kind == "LeakyRelu" for layer in gemm.get_outputs(0)[0].get_users()):
         return refuse("an activation follows")
     rows = x.shape[0]
