@@ -149,7 +149,7 @@ def number(ctx: ConversionContext, value: Any, dtype: ir.DataType) -> Tensor:
 
 
 def narrowed(ctx: ConversionContext, result: Tensor) -> Tensor:
-    """What was computed, in the dtype of the result."""
+    """The computed value, in the dtype of the result."""
     return F.cast(result, ctx.dtype)
 
 

@@ -27,7 +27,7 @@ _CHECKS_INDICES = frozenset(
 
 
 class NodeError(ConversionError):
-    """A node that could not be converted; `node` is the culprit."""
+    """A node that could not be converted; `node` is the faulty one."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(f"{node.name} ({node.target}): {reason}")
@@ -95,7 +95,7 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 
 def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
-    """What a get_attr node holds: a frozen tensor, or a graph for control flow."""
+    """The value of a get_attr node: a frozen tensor, or a graph for control flow."""
     value: Any = module
     for part in str(node.target).split("."):
         value = getattr(value, part)
@@ -140,7 +140,7 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
 
 
 def _empty_result(value: Any) -> Any:
-    """A result that is known to have no elements, made from its shape alone; engines fail over such."""
+    """A result without elements, made from its shape alone; engines fail on empty tensors."""
     if isinstance(value, list | tuple):
         items = [_empty_result(item) for item in value]
         return tuple(items) if items and None not in items else None
@@ -153,7 +153,7 @@ def _empty_result(value: Any) -> Any:
 
 
 def _checks_indices(node: fx.Node) -> bool:
-    """Whether torch looks at indices although there is nothing to compute."""
+    """Whether torch checks indices although there is nothing to compute."""
     if node.target not in _CHECKS_INDICES:
         return False
     values = [arg.meta.get("val") for arg in node.args[1:] if isinstance(arg, fx.Node)]
@@ -206,7 +206,7 @@ def _count(result: Any) -> str:
 
 
 def mark_outputs(net: Network, returned: Sequence[Any]) -> None:
-    """Mark what a graph returns; what no layer here makes, or is returned twice, gets an identity."""
+    """Mark the outputs of a graph; a value without a layer here, or returned twice, gets an Identity."""
     net.scope, net.origin = "", None
     marked: set[ir.Value] = set()
     for index, item in enumerate(returned):

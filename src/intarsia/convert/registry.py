@@ -95,7 +95,7 @@ class Registry:
             self._store(target, others)
 
     def converters(self, target: Any) -> tuple[Converter, ...]:
-        """Converters in the order of trial: HIGH before STANDARD, yours before ours, newer before older."""
+        """Converters in the order of trial: HIGH first, user converters before shipped ones, newer first."""
         return self._converters.get(target, ())
 
     def targets(self) -> list[Any]:

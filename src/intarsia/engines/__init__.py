@@ -1,4 +1,4 @@
-"""What runs a piece: the engines this package ships, and those other packages add."""
+"""The engines that run a piece: those of this package, and those that other packages add."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def short_engines() -> dict[str, type[Engine]]:
 
 
 def _load_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
-    """The engines there are, and those of other packages that could not be loaded, each with the reason."""
+    """The known engines, and engines of other packages that could not be loaded, each with the reason."""
     engines = {kind.name: kind for kind in _FIRST}
     shipped = {kind.name for kind in (*_FIRST, *_LAST)}
     broken: dict[str, str] = {}
@@ -82,7 +82,7 @@ def _load_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
 
 @functools.lru_cache(maxsize=4)
 def _entry_points(path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
-    """What packages on this path offer; to read all their metadata again was 7 % of a small compile."""
+    """The engines of packages on this path; reading all their metadata again took 7 % of a small compile."""
     return tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
@@ -104,7 +104,7 @@ def resolve_engines(
 ) -> tuple[list[Engine], list[str]]:
     """The engines to use, PyTorch last, and a sentence for each that this machine lacks.
 
-    An engine asked for by the user and unavailable is an error; of the default ones it is a note.
+    An engine asked for by the user and unavailable is an error; for a default engine it is a note.
     """
     known, broken = _load_engines()
     notes: list[str] = []
@@ -137,9 +137,9 @@ def resolve_engines(
 
 
 def with_unasked_engines(usable: Sequence[Engine], device: str, model: object = None) -> list[Engine]:
-    """All engines that are here, those too that a fixed order leaves out, PyTorch last: timing decides.
+    """All available engines, including those that a fixed order omits, PyTorch last: timing decides.
 
-    With a model, only those of them that may pay for it.
+    With a model, only the engines that may be faster for it.
     """
     names = [engine.name for engine in usable]
     others: list[Engine] = []
@@ -157,7 +157,7 @@ def with_unasked_engines(usable: Sequence[Engine], device: str, model: object = 
 def with_short_engines(
     usable: Sequence[Engine], arithmetic: Sequence[str]
 ) -> tuple[list[Engine], dict[str, str]]:
-    """The engines, and before PyTorch those of them in shorter arithmetic; why others are not there."""
+    """The engines, with those in shorter arithmetic before PyTorch; and why others are missing."""
     wrong = [engine for engine in usable if not (engine.is_exact or engine.arithmetic in arithmetic)]
     usable = [engine for engine in usable if engine not in wrong]
     names = [engine.name for engine in usable]

@@ -21,7 +21,7 @@ from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
 _USUAL = 16  # tokens of an example
-_PROMPT = 128  # tokens of a prompt: the fastest with 16 may be the slowest with more, which take most of the time
+_PROMPT = 128  # tokens of a prompt: with 16, another program may be the fastest
 
 
 def compiled_encoder(

@@ -1,6 +1,6 @@
 """`torch.cond` and `torch.while_loop`: the layers `If` and `Loop`, whose bodies are networks of their own.
 
-A loop of many short turns is where this pays: 64 turns of an RNN cell of 64 units take 3.4 ms in PyTorch and
+Loops of many short iterations gain most: 64 iterations of an RNN cell of 64 units take 3.4 ms in PyTorch and
 0.5 ms in one `Loop` of ONNX Runtime (`bench/control_flow.py`).
 """
 
@@ -54,7 +54,7 @@ def while_loop(
     carried: Sequence[Any],
     operands: Sequence[Any] = (),
 ) -> list[Tensor]:
-    """`Loop`: the condition is computed before it, and at the end of each turn."""
+    """`Loop`: the condition is computed before it, and at the end of each iteration."""
     _refuse_nested(more, turn)
     first, results = [ctx.tensor(value) for value in carried], _results(ctx)
     if [value.dtype for value in first] != [dtype for dtype, _ in results]:

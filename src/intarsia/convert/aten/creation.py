@@ -1,4 +1,4 @@
-"""Tensors made from nothing: one value, ranges, identity matrices, triangles."""
+"""Tensors created without inputs: one value, ranges, identity matrices, triangles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def filled(sizes: Sizes | Tensor, value: Any, dtype: ir.DataType) -> Tensor:
 
 
 def literal(value: torch.Tensor) -> Tensor:
-    """What torch made, as a constant; OpenVINO takes an empty constant for a number."""
+    """The value that torch computed, as a constant; OpenVINO treats an empty constant as a number."""
     return F.constant(value) if value.numel() else F.full(tuple(value.shape), 0, value.dtype)
 
 

@@ -49,7 +49,7 @@ def sliding(size: int, kernel: int, stride: int, dilation: int) -> Places:
 
 
 def within(places: Places, size: int) -> Places:
-    """Places beyond the ends moved to the nearest one of their window that is not: no new largest element."""
+    """Positions beyond the ends, moved to the nearest valid one of their window: the maximum is the same."""
     inside = (places >= 0) & (places < size)
     if not inside.any(1).all():
         raise ConversionError("a window with nothing but padding is not handled")

@@ -1,4 +1,4 @@
-"""Quantisation as pt2e writes it, and products with weights in few bits as lowering leaves them."""
+"""Quantization as pt2e writes it, and products with low-bit weights as lowering writes them."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def quantized_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: st
 
 @converter(EMBEDDING)
 def quantized_embedding(ctx: Context, target: Any, args: Any, kwargs: Any, name: str) -> Tensor:
-    """Rows are looked up in few bits, and only those become numbers."""
+    """Rows are looked up in their packed form, and only these rows are unpacked."""
     indices, weight, scale, zero, bits, _ = args
     _constants_only(weight, scale, zero)
     places = from_the_front(ctx.tensor(indices), weight.shape[0])

@@ -64,7 +64,7 @@ def resized(x: Tensor, axis: int, mode: str, goal: Size, align: bool, scale: flo
 
 
 def _cubic(t: Tensor) -> list[Tensor]:
-    """What the four neighbours weigh."""
+    """The weights of the four neighbours."""
 
     def near(x: Tensor) -> Tensor:  # ((A + 2) x - (A + 3)) x x + 1
         return F.add(F.mul(F.mul(F.sub(F.mul(x, _A + 2), _A + 3), x), x), 1.0)
@@ -77,7 +77,7 @@ def _cubic(t: Tensor) -> list[Tensor]:
 
 
 def _step(extent: Size, goal: Size, scale: float | None) -> Tensor:
-    """How far apart neighbours of the result lie: by the scale that is given, or by both sizes."""
+    """The distance between neighbours of the result: from the scale argument, or from both sizes."""
     return F.constant(1.0 / scale, FLOAT) if scale else F.div(_float(extent), _float(goal))
 
 
@@ -101,7 +101,7 @@ Scales = Sequence[float | None]
 
 
 def _goal(x: Tensor, output_size: Any, scales: Sequence[float | None]) -> list[Any]:
-    """The sizes asked for: given, or the input's times the scale, rounded down as torch does."""
+    """The requested sizes: the argument, or the input's sizes times the scale, rounded down as in torch."""
     if output_size is not None:
         return list(output_size)
     goal = []
@@ -125,9 +125,9 @@ def _scaled(x: Tensor, axis: int, scale: float | None) -> Size:
 def _weights(
     x: Tensor, mode: str, size: int, goal: int, align: bool, scale: float | None
 ) -> tuple[Array, Array]:
-    """What torch weighs each input element of an axis by, asked of torch itself: (goal, size).
+    """The weight of each input element of an axis, computed by torch itself: (goal, size).
 
-    With it, where an infinity becomes NaN, for torch multiplies by zero as well.
+    Also where an infinity becomes NaN, because torch multiplies by zero as well.
     """
     rows = torch.eye(size, dtype=dtypes.to_torch(x.dtype), device="cpu")
     weights: Array = _resized_rows(rows, mode, goal, align, scale).numpy().T
@@ -161,7 +161,7 @@ def _places(exact: bool, size: int, goal: int, scale: float | None) -> Array:
 
 
 def _taps(weights: Array, lost: Array) -> tuple[Array, Array]:
-    """The elements to look up and what they weigh, (goal, taps), each row as long as the longest."""
+    """The elements to look up and their weights, (goal, taps), each row as long as the longest."""
     rows = [
         [
             *((int(place), float(weighs[place])) for place in np.flatnonzero(weighs)),
@@ -285,7 +285,7 @@ def nearest(
 
 
 def _factor(size: Any, goal: Any, scale: float | None) -> float | None:
-    """The whole number of times each element is repeated, if it is one; only then all agree how to round."""
+    """How often each element is repeated, if that is an integer; only then do all engines round alike."""
     if scale is not None and (scale != int(scale) or scale < 1):
         return None
     if not isinstance(size, int) or not isinstance(goal, int):

@@ -100,7 +100,7 @@ def reduced(
 
 
 def neutral_element(reduce: str, dtype: ir.DataType) -> Any:
-    """What a reduction starts from."""
+    """The start value of a reduction."""
     if reduce in _NEUTRAL:
         return _NEUTRAL[reduce]
     if reduce not in ("amax", "amin"):
@@ -250,7 +250,7 @@ def embedding_bag(
 
 
 def _unlike_offsets(offsets: Tensor, count: Size) -> Tensor:
-    """Where offsets do not rise from 0 to at most the number of indices; torch refuses most of that."""
+    """Where offsets do not rise from 0 to at most the number of indices; torch refuses most of these."""
     begins = F.cast(offsets, D.INT64)
     before = F.concat([F.constant(np.zeros(1, np.int64)), F.slice(begins, 0, -1, axis=0)], 0)
     starts = F.concat([F.constant(np.ones(1, np.bool_)), F.less(F.slice(begins, 1, END, axis=0), 0)], 0)

@@ -105,7 +105,7 @@ def ordered(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def moved(x: Tensor, source: Sequence[int], destination: Sequence[int]) -> Tensor:
-    """`x` with some dimensions put elsewhere, the others in the order they had."""
+    """`x` with some dimensions moved, the others in their old order."""
     rest = iter([axis for axis in range(x.ndim) if axis not in source])
     place = dict(zip(destination, source, strict=True))
     return ordered(x, [place[axis] if axis in place else next(rest) for axis in range(x.ndim)])
@@ -287,7 +287,7 @@ def repeat_interleave_counts(ctx: Context, repeats: Tensor, *, output_size: Size
 
 
 def _which(repeats: Tensor) -> Tensor:
-    """For every place of the result, which element stands there: [2, 0, 1] -> [0, 0, 2]."""
+    """For every position of the result, the index of its element: [2, 0, 1] -> [0, 0, 2]."""
     counts = repeats.constant
     if counts is not None:
         return F.constant(np.repeat(np.arange(counts.size), counts.astype(np.int64)))

@@ -1,4 +1,4 @@
-"""The rewrites by name, how they are applied, and which of them pay on this GPU."""
+"""The rewrites by name, how they are applied, and which of them are faster on this GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ PAYS = 0.99  # time with over time without, below which a rewrite is made
 
 
 def paying(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the rewrites that make this graph faster, each tried beside the ones kept before it."""
+    """The rewrites that make this graph faster, each tried together with those selected before it."""
     store = JsonStore(cache_directory() / "graph_rewrites.json")
     key = _key(module, names)
     known = store.read().get(key)

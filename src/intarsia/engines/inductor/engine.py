@@ -197,7 +197,7 @@ class Inductor(GraphEngine):
 
 
 def _described(node: fx.Node) -> torch.Tensor:
-    """What a placeholder stands for: sizes and layout, which is all that Inductor looks at."""
+    """The tensor of a placeholder: sizes and layout, which is all that Inductor reads."""
     value = node.meta.get("val")
     if value is None:
         raise EngineError(f"the sizes of input {node.name} vary, and the graph does not say how")
@@ -215,7 +215,7 @@ def _example(node: fx.Node) -> torch.Tensor:
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
-    """Values to compare by: in steps from -1 to 1, and zeros of what may be an index."""
+    """Values to compare by: in steps from -1 to 1, and zeros for possible indices."""
     tensor.zero_()
     if tensor.is_floating_point():
         tensor.copy_(torch.linspace(-1, 1, tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape))
