@@ -48,7 +48,7 @@ class Bindings:
 
 
 def outside_read(state: Bindings) -> tuple[Any, ...] | None:
-    """What layers outside the match read of it besides its outputs: a message and its parts, or None."""
+    """A value inside the match that outside layers read: a message and its parts, or None."""
     layers, roots = state.layers, state.roots
     for node, shared in layers.items():
         if shared:

@@ -21,12 +21,12 @@ from intarsia.network.ops import COMMUTATIVE, MAY_BE_IDENTITY
 
 
 class Term:
-    """Something a tensor is matched against; a term used twice stands for one tensor."""
+    """The description of a tensor in a pattern; a term used twice is the same tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Var(Term):
-    """Any tensor; `constant` ones only, if so asked. The same name is the same tensor."""
+    """Any tensor, or with `constant` only constants. The same name is the same tensor."""
 
     name: str
     constant: bool = False
@@ -55,7 +55,7 @@ class Either(Term):
 
 @dataclass(frozen=True, eq=False)
 class OpTerm(Term):
-    """What an operator makes of these inputs.
+    """The result of an operator for these inputs.
 
     Attributes not mentioned must hold their default. `shared` lets layers outside the match read it.
     """
@@ -77,14 +77,14 @@ class OpTerm(Term):
 
 @dataclass(frozen=True, eq=False)
 class Output(Term):
-    """One of several things a layer makes."""
+    """One of several results of a layer."""
 
     call: OpTerm
     index: int
 
 
 class AnyValue:
-    """Stands for any value of an attribute: `op.Softmax(x, axis=op.any)`."""
+    """Matches any value of an attribute: `op.Softmax(x, axis=op.any)`."""
 
     def __repr__(self) -> str:
         return "any"
@@ -162,7 +162,7 @@ def build(pattern: Callable[..., Any]) -> tuple[tuple[Root, ...], list[str]]:
 
 
 def kinds(root: Root) -> list[str]:
-    """The operators a root may be made by."""
+    """The operators whose result a root may be."""
     if isinstance(root, Either):
         return [kind for term in root.terms if isinstance(term, OpTerm | Output) for kind in kinds(term)]
     return [(root.call if isinstance(root, Output) else root).kind]

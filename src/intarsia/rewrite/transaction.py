@@ -36,7 +36,7 @@ from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
 @dataclass(frozen=True)
 class Change:
-    """A rewrite that stands: all it did, the layers it put in and those it took out."""
+    """A completed rewrite: its edits, the layers it added and those it removed."""
 
     edits: Sequence[Edit]
     made: Sequence[ir.Node]
@@ -46,9 +46,10 @@ class Change:
 def attempt(
     net: Network, pattern: PatternRewriter, node: ir.Node, match: Any, *, keep: bool = True
 ) -> Change | Refusal:
-    """Let a pattern act on a layer; what it did, or why it did not. The network is under guard.
+    """Apply a pattern to a layer; returns the rewrite, or the reason for none.
 
-    Whatever it did is undone if it says no, breaks the network (RewriteError), or `keep` is false.
+    The network is under guard. The edits are undone if the pattern refuses, breaks the network
+    (RewriteError), or `keep` is false.
     """
     edits: list[Edit] = []
     outer, net.journal = net.journal, edits  # a pattern may ask others while it acts
@@ -79,10 +80,10 @@ def last_line(error: Exception) -> str:
 
 
 def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change | Refusal:
-    """Check what the edits touched, and take out what nothing reads any more.
+    """Check the edited layers, and remove layers that nothing reads any more.
 
-    Arity, types, uses and outputs are checked here; the network itself refuses cycles. What would cost a
-    float64 digits is refused.
+    Arity, types, uses and outputs are checked here; the network itself refuses cycles. A rewrite that loses
+    digits of float64 is refused.
     """
     if not edits:
         raise RewriteError("it reports a rewrite, but it changed nothing")
@@ -129,7 +130,7 @@ def _makers(values: Sequence[ir.Value | None]) -> list[ir.Node]:
 
 
 def _same_type(net: Network, old: ir.Value, new: ir.Value, keep_types: bool) -> bool:
-    """Whether readers see the type they saw; what was known of either shape is kept."""
+    """Whether readers see the same type as before; the known sizes of both shapes are merged."""
     was, now = Tensor.of(old), Tensor.of(new)
     if was.dtype == now.dtype and was.shape == now.shape:
         return True
@@ -152,7 +153,7 @@ def _alike(old: ir.Value | None, new: ir.Value) -> bool:
 
 
 def _same_made(node: ir.Node, keep_types: bool) -> bool:
-    """Whether a layer that reads something else makes what it made."""
+    """Whether a layer with new inputs has results of the same type as before."""
     for value, (dtype, shape) in zip(node.outputs, _inferred(node), strict=False):
         was = Tensor.of(value)
         if was.dtype != dtype or shape_clash(was.shape, shape) or _lost_symbol(was.shape, shape):
@@ -199,7 +200,7 @@ def _infer_below(net: Network, readers: list[ir.Node]) -> None:
 
 
 def _inferred(node: ir.Node) -> Types:
-    """What a layer makes of what it reads now."""
+    """The result types of a layer for its current inputs."""
     if not has_rule(node.domain, node.op_type):
         raise NetworkError(f"no shape rule for {node.op_type}, which reads a tensor whose shape changed")
     inputs = [None if value is None else Tensor.of(value) for value in node.inputs]

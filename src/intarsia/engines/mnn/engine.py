@@ -62,7 +62,7 @@ class MNN(NetworkEngine):
         return None
 
     def may_pay(self, model: object) -> bool:
-        """Where convolutions are many; elsewhere its kernels tie with those of other engines, or lose.
+        """For models with many convolutions; for others, its kernels are not faster than other engines'.
 
         On a Neoverse N1, as fast as the best other engine: MobileNetV2 1.24 times, BERT and ViT 1.0 or less.
         """

@@ -1,4 +1,4 @@
-"""Which layers MNN takes."""
+"""The layers that MNN supports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Condition = Callable[[Layer], str | None]
 
 
 def refusal(net: Network) -> str | None:
-    """Why MNN does not run a network as PyTorch does, in a sentence; None if it does."""
+    """The reason why MNN would run a network differently from PyTorch; None if it would not."""
     for tensor in (*net.get_inputs(), *net.get_outputs()):
         if tensor.dtype not in _TYPES:
             return f"{tensor.name} is of {tensor.dtype.name}, which MNN does not compute with"
@@ -151,7 +151,7 @@ def _compared(layer: Layer) -> str | None:
 
 
 def spreads_both(layer: Layer) -> bool:
-    """Whether floats of both operands are compared with several of the other: MNN then mixes them up."""
+    """Whether both operands are broadcast against each other: MNN then mixes elements up."""
     result = layer.get_outputs(0)[0]
     operands = [tensor for tensor in layer.get_inputs() if tensor is not None]
     floats = all(tensor.dtype == ir.DataType.FLOAT for tensor in operands)
@@ -165,7 +165,7 @@ def _where(layer: Layer) -> str | None:
 
 
 def spread_choices(layer: Layer) -> list[int]:
-    """The places of what Where chooses from and must be spread over its result: MNN reads it wrongly."""
+    """The inputs that Where broadcasts over its result: MNN reads them wrongly."""
     result, choices = layer.get_outputs(0)[0], layer.get_inputs()
     return [
         place
@@ -221,7 +221,7 @@ def _matmul(layer: Layer) -> str | None:
 
 
 def _attention(layer: Layer) -> str | None:
-    """What `expanded` writes out: heads apart, no past, as many heads of keys as of queries."""
+    """The attention that `expanded` can write: separate heads, no past, equal numbers of heads."""
     inputs = layer.get_inputs()
     q, k = inputs[0], inputs[1]
     assert q is not None and k is not None

@@ -26,7 +26,7 @@ class MnnProgram(GuardedProgram):
     """Inputs are copied in and results out: MNN lays memory out by itself.
 
     A module serves one call at a time; every thread runs a clone, which shares the weights. A process that
-    was forked has none of MNN's threads and would wait for them without end: there PyTorch answers.
+    was forked has no threads of MNN and would wait for them forever: PyTorch runs there.
     """
 
     def __init__(self, ports: Ports, module: Any, runtime: object, checks: Checks) -> None:
@@ -73,7 +73,7 @@ class MnnProgram(GuardedProgram):
 
     @property
     def guards(self) -> list[str]:
-        """What must hold for the engine to answer, in words."""
+        """The conditions under which the engine answers, as text."""
         return [str(g) for checks in self._given.values() for g, _ in checks] + [
             str(g) for g in self._computed
         ]

@@ -53,7 +53,7 @@ class CudaSession(BoundSession):
 
     @property
     def waits_for(self) -> list[str]:
-        """What it reads back from the GPU at every call, in words."""
+        """The guards that it reads back from the GPU at every call, as text."""
         return self.guards
 
     def _as_torch(self, value: Any) -> torch.Tensor:
@@ -91,9 +91,9 @@ def missing_provider(device: str, tensorrt: bool, available: Sequence[str]) -> s
 
 
 def providers(device: str, tensorrt: bool) -> list[tuple[str, dict[str, Any]]]:
-    """The providers to ask, in order, with their options.
+    """The providers to use, in order, with their options.
 
-    On a GPU they share a stream that we know, and shorten float32 (TF32) only where torch's products do.
+    On a GPU they share one stream of ours, and shorten float32 (TF32) only where torch's products do.
     """
     if device == "cpu":
         return [(_CPU, {})]

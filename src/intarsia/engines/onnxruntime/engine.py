@@ -161,7 +161,7 @@ class OnnxRuntime(NetworkEngine):
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The model that a session is made of, guards and all, less its weights.
 
-        What ONNX Runtime writes itself, optimised, is no sooner loaded (see `docs/measurements.md`).
+        An optimized model that ONNX Runtime writes itself does not load faster (see `docs/measurements.md`).
         """
         from intarsia.engines.onnxruntime.model import has_float64
         from intarsia.engines.onnxruntime.nbits import has_products_of_bytes
@@ -216,8 +216,8 @@ class OnnxRuntime(NetworkEngine):
     def _shared(self, net: Network, weights: Collection[str]) -> set[str]:
         """The weights that stay where torch has them.
 
-        Kernels that pack their weights into a faster layout do not pack such ones; those are given once and
-        cost a packed copy.
+        Kernels that pack weights into a faster layout do not pack shared ones; those weights are passed once
+        and cost a packed copy.
         """
         from intarsia.engines.onnxruntime.model import is_packed
 
@@ -263,7 +263,7 @@ class OnnxRuntime(NetworkEngine):
         )
 
     def _entries(self, static: bool) -> dict[str, str]:
-        """What a session is configured with; the user's own options have the last word."""
+        """The configuration of a session; the user's options take precedence."""
         entries = {
             "session.intra_op.allow_spinning": "0" if self.spinning is False else "1",
             "session.force_spinning_stop": "1",  # at the end of a run

@@ -36,7 +36,7 @@ Values = dict[str, tuple[Any, object]]  # weights for a session, each with what 
 
 @dataclass(frozen=True)
 class Model:
-    """What a session is made of."""
+    """The parts that a session is created from."""
 
     proto: Any
     weights: Values
@@ -50,7 +50,7 @@ class Model:
 
 
 def plain(net: Network) -> Model:
-    """The model as it is, for a session that is not run."""
+    """The unchanged model, for a session that is not run."""
     proto, weights = to_proto(net)
     return Model(proto, _values(weights), _weights_on_gpu(weights), Checks())
 
@@ -121,7 +121,7 @@ _PACKING = MULTIPLIES_WEIGHTS | RECURRENT | {"Attention"}
 
 
 def is_packed(weight: ir.Value) -> bool:
-    """Whether a kernel packs this weight, be it after a transpose that is folded away."""
+    """Whether a kernel packs this weight, also after a transpose that is folded."""
     for use in weight.uses():
         if use.node.op_type in _PACKING or use.node.domain:
             return True
@@ -245,7 +245,7 @@ class RoundedProductLimits(OnnxRuntimeLimits):
 
 
 def add_checks(net: Network, model: Any, guards: Guards, *, look_at_inputs: bool) -> Checks:
-    """Let the model compute what is not looked at before it runs."""
+    """Let the model compute the guards that are not checked before it runs."""
     inputs = {t.name for t in net.get_inputs() if look_at_inputs and t.dtype in LOOKED_AT}
     types = {value.name: value.dtype for value in _all_values(net)}
     on_inputs: dict[str, list[ValueGuard]] = {}

@@ -25,7 +25,7 @@ def capabilities() -> list[str]:
 
 
 def last_line(error: Exception) -> str:
-    """The line of OpenVINO's message that says what is wrong."""
+    """The line of OpenVINO's message that names the error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

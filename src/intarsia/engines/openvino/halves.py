@@ -96,7 +96,7 @@ def _shorten_gate(product: Any) -> bool:
 
 
 def _added_before_rounding(operation: Any, takes_bias: bool) -> list[Any] | None:
-    """What else is read on the way to the rounding of a result; None if anything but that reads it.
+    """The other values read before the rounding of a result; None if anything else reads the result.
 
     On the way of a product are its bias and moves.
     """
@@ -263,7 +263,7 @@ def _threads(config: Mapping[str, Any]) -> int:
 
 
 def _rounds_no_more(result: Any, model: Any) -> bool:
-    """Whether the kernel is there, and what computes in float32 does so still, or might as well not."""
+    """Whether the kernel is used, and layers that need float32 are still computed in it."""
     long, short, norms, match = set[str](), set[str](), set[str](), False
     for operation in result.get_runtime_model().get_ops():
         text = {key: value.astype(str) for key, value in operation.get_rt_info().items() if key in _TOLD}

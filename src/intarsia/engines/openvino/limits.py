@@ -1,4 +1,4 @@
-"""What OpenVINO's CPU plugin would take and then answer wrongly, or not survive."""
+"""Networks that OpenVINO's CPU plugin accepts, but computes wrongly or crashes on."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _ANY_NUMBER = Interval(-math.inf, math.inf)
 
 
 def refuses(net: Network) -> str | None:
-    """Why a network must not be given to OpenVINO; None if it may."""
+    """Why a network must not run on OpenVINO; None if it may."""
     for tensor in net.get_inputs():
         if tensor.value.dtype == ir.DataType.DOUBLE:
             return _double(tensor)
@@ -115,7 +115,7 @@ def _refuses_on_arm(layer: Layer) -> str | None:
 
 
 class OpenVINOLimits:
-    """What OpenVINO's kernels treat as PyTorch does."""
+    """The values that OpenVINO's kernels treat as PyTorch does."""
 
     engine = "OpenVINO"
     by_reciprocals = True
@@ -153,7 +153,7 @@ class RoundedProductLimits(OpenVINOLimits):
 
 
 def _is_moved(layer: Layer) -> bool:
-    """Whether a layer hands integers on as they are."""
+    """Whether a layer returns integers unchanged."""
     if layer.kind not in _EXTREMES:
         return layer.kind in _MOVES
     source = layer.get_inputs(0)[0]
@@ -169,7 +169,7 @@ def _is_constant(source: Tensor | None) -> bool:
 
 
 def _is_finite(layer: Layer, index: int) -> bool:
-    """Whether an input is known to hold nothing but numbers that are not huge, as weights do."""
+    """Whether an input is known to hold only numbers of moderate size, as weights do."""
     source = layer.get_inputs(index)[0]
     return (
         source is not None and source.constant is not None and bool((abs(source.constant) < 2.0**100).all())

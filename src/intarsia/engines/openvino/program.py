@@ -101,7 +101,7 @@ def _answer_alike(one: Any, other: Any) -> bool:
 
 
 def _appended(constants: Mapping[str, Any], file: GrowingFile) -> dict[str, int]:
-    """Put constants into the file; where each begins."""
+    """Write constants into the file; returns the offset of each."""
     joined, at = bytearray(), {}
     for name, op in constants.items():
         at[name] = len(joined)
@@ -234,7 +234,7 @@ class CompiledModel(GuardedProgram):
         return tuple(results)  # type: ignore[arg-type]
 
     def _small_outputs(self, request: Any) -> dict[int, torch.Tensor]:
-        """Memory that a request writes small results to, by their place; it is bound for good."""
+        """Memory that a request writes small results to, by their place; it stays bound."""
         results = {}
         for index, (dtype, shape) in enumerate(self._outputs):
             if shape is None or not 0 < math.prod(shape) * dtype.itemsize <= _COPIED:
@@ -245,7 +245,7 @@ class CompiledModel(GuardedProgram):
 
     @property
     def guards(self) -> list[str]:
-        """What must hold for the engine to answer, in words."""
+        """The conditions under which the engine answers, as text."""
         return [str(g) for _, _, checks in self._inputs for g, _ in checks] + [str(g) for g in self._guards]
 
     def _too_long(self, tensors: tuple[torch.Tensor, ...]) -> bool:

@@ -79,7 +79,7 @@ def attention(
 
 
 def _product(*scales: Tensor | None) -> float | Refusal:
-    """All the scales in one number; every second one divides."""
+    """All scales as one number; every second one is a divisor."""
     total = 1.0
     for index, tensor in enumerate(scales):
         if tensor is None:
@@ -94,7 +94,7 @@ def _product(*scales: Tensor | None) -> float | Refusal:
 def _mask(
     scores: Tensor, added: Tensor | None, chosen: Tensor | None, fill: Tensor | None, inverted: bool
 ) -> Tensor | np.ndarray[Any, Any] | Refusal | None:
-    """What is to be added to the scores: a tensor, or an array where it is known."""
+    """The summand of the scores: a tensor, or an array if it is known."""
     mask = added if added is not None else chosen
     if mask is None:
         return None
@@ -120,7 +120,7 @@ def _mask(
 
 
 def _is_causal(mask: np.ndarray[Any, Any]) -> bool:
-    """Whether a known mask hides just what lies ahead."""
+    """Whether a known mask is causal: it hides exactly the later positions."""
     if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.size != mask.shape[-1] ** 2:
         return False
     square = mask.reshape(mask.shape[-2:]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Transposes and reshapes that cancel, merge, or meet through layers that do not mind them."""
+"""Transposes and reshapes that cancel, merge, or move through layers that allow it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _turned_around(rng: np.random.Generator, large: bool) -> None:
     )
 )
 def reshape_reshape(net: Network, x: Tensor, target: Tensor, outer: Layer) -> object:
-    """Of two reshapes the last decides."""
+    """Two reshapes in a row are equal to the last one."""
     sizes = integers(target)
     assert sizes is not None
     if 0 in sizes:

@@ -1,4 +1,4 @@
-"""Patterns of products: convolutions and matrices with what stands around them."""
+"""Patterns of products: convolutions and matrices with the layers around them."""
 
 from __future__ import annotations
 
