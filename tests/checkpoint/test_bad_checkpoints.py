@@ -151,7 +151,7 @@ SETTINGS: dict[str, tuple[str, Edit, str]] = {
     "a group size in words": (
         "awq",
         lambda s: s.update(group_size="all"),
-        "group_size 'all' is no number of",
+        "group_size 'all' is not a valid number of",
     ),
     "another number of bits": (
         "gptq",
@@ -238,7 +238,7 @@ def test_no_safetensors(tmp_path: Path) -> None:
     write(tmp_path, llama(), LAYOUTS["gptq"])
     torch.save(_tensors(tmp_path), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    _refused(tmp_path, "pytorch_model.bin is no file of safetensors")
+    _refused(tmp_path, "pytorch_model.bin is not a safetensors file")
 
 
 def test_no_folder(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_size_that_may_be_one_is_refused_in_words() -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     fast = intarsia.compile(model, (x,), dynamic_shapes=({0: batch},), engines=["inductor"], min_block_size=1)
     assert fast.plan.engines == ("pytorch",)
-    assert "sizes below 2 ask for code of their own" in str(fast.plan)
+    assert "sizes below 2 need separate code" in str(fast.plan)
     torch.testing.assert_close(fast(x[:1]), model(x[:1]))
 
 

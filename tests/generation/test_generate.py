@@ -211,7 +211,7 @@ def _change_hands(llama: Generation) -> None:
 def test_streaming_return_dict_and_signature(llama: Generation) -> None:
     model: Any = llama.model
     ear = Ear()
-    with pytest.warns(UserWarning, match="a cache and use_cache=False"), torch.no_grad():
+    with pytest.warns(UserWarning, match="a cache is passed with use_cache=False"), torch.no_grad():
         model(**padded(), past_key_values=DynamicCache(), use_cache=False, logits_to_keep=1)
     made = model.generate(padded()["input_ids"][1:], max_new_tokens=4, do_sample=False, streamer=ear)
     assert ear.heard == made[0].tolist()

@@ -292,7 +292,7 @@ def test_a_place_it_refuses_and_why(name: str) -> None:
     ("write", "reason"),
     [
         (lambda: fragments(scale=(4,)), "the scale"),
-        (lambda: fragments(mask=(2, 3, 4, 4), fill=-5.0), "which leaves them some weight"),
+        (lambda: fragments(mask=(2, 3, 4, 4), fill=-5.0), "which does not make their weights 0"),
         (
             lambda: F.matmul(F.softmax(F.matmul(given("a", 3, 4), given("b", 4, 3))), given("c", 3, 2)),
             "2 dim",

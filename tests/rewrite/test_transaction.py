@@ -219,7 +219,7 @@ def test_a_match_that_fails_names_its_pattern(strict: bool) -> None:
         assert "'hasty' could not be checked at layer transpose" in str(broken)
     turned = net.get_layer_by_name("transpose")
     assert turned is not None
-    assert "could not be asked" in manager(hasty).explain(turned)[0].reason
+    assert "could not be checked" in manager(hasty).explain(turned)[0].reason
 
 
 def test_an_output_that_copies_an_input_stays() -> None:
