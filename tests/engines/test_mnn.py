@@ -275,6 +275,20 @@ def test_integers_that_its_kernels_round_or_cut_are_pytorchs(number: int) -> Non
                 assert torch.equal(one, other)
 
 
+def test_both_zeros_are_equal() -> None:
+    """MNN's Equal compares bits."""
+
+    class Zeros(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x == 0, torch.logical_not(x), x.bool()
+
+    x = torch.tensor([0.0, -0.0, 1.0, -2.0, 1e-30] * 4)
+    fast = intarsia.compile(Zeros(), (x,), engines=["mnn"], min_block_size=1)
+    assert fast.plan.engines == ("mnn",)
+    for one, other in zip(fast(x), Zeros()(x), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_comparisons_of_negative_floats() -> None:
     class Order(nn.Module):
         def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -122,9 +123,9 @@ def test_columns_of_any_number(columns: int, group: int, engine: str) -> None:
 
 
 def test_nan_and_infinities_come_out_as_the_model_has_them() -> None:
-    model, x = Awq(64, 32, 32).eval(), torch.randn(3, 64)
+    x = torch.randn(3, 64)
     x[0, 5], x[1, 7] = torch.nan, torch.inf
-    for engine in ENGINES:
+    for engine, model in product(ENGINES, (Awq(64, 32, 32).eval(), Compressed(64, 32, 64, 8).eval())):
         fast = intarsia.compile(model, (torch.randn(3, 64),), engines=[engine], min_block_size=1)
         torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5, equal_nan=True)
 

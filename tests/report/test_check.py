@@ -225,3 +225,11 @@ def test_results_of_another_kind_and_inputs_written_to_are_told(net: Net, x: tor
     assert "output 0 is of NoneType; the model gives a Tensor" in compared(lambda x: None)
     assert "output 0 is of ndarray" in compared(lambda x: net(x).detach().numpy())
     assert "it changes tensor 0 of the call differently" in compared(lambda x: (net(x), x.zero_())[0])
+
+
+def test_a_file_of_other_weights_is_called_that(tmp_path: Path) -> None:
+    x = torch.randn(2, 8)
+    fast = intarsia.compile(nn.Linear(8, 8).eval(), (x,), engines=["onnxruntime"], min_block_size=1)
+    intarsia.save(fast, tmp_path / "linear.intarsia")
+    report = intarsia.check(nn.Linear(8, 8).eval(), (x,), tmp_path / "linear.intarsia")
+    assert not report.equal and "it was compiled with other weights: weight, bias" in report.notes

@@ -211,7 +211,7 @@ def internal_error(error: Exception) -> InternalError:
 def model_as_it_is(model: nn.Module | ExportedProgram, reason: str) -> PartlyCompiled:
     """The model itself, run in PyTorch as in evaluation, with the plan and the notes of a compiled module."""
     module = model.module() if isinstance(model, ExportedProgram) else model
-    notes = [f"the whole model runs unchanged in PyTorch: {reason}"]
+    notes = [f"the whole model runs as it is, in PyTorch: {reason}"]
     return PartlyCompiled(shared_copy(module), {}, notes, reason, module)
 
 

@@ -48,7 +48,7 @@ def compile_parts(
     """
     notes = [*notes, f"the model is not captured as a whole: {reason}"]
     if compile_one is None or isinstance(model, torch.jit.ScriptModule):
-        notes = [*notes, "the whole model runs unchanged in PyTorch"]
+        notes = [*notes, "the whole model runs as it is, in PyTorch"]
         return PartlyCompiled(shared_copy(model), {}, notes, reason, model)
     seen = _record(model, call)
     parts, failures = _make_each(model, seen, compile_one)
@@ -72,7 +72,7 @@ def compile_parts(
     if fault is None:
         return partly
     return assembled(
-        model, {}, [*notes, f"the whole model runs unchanged: compiled in parts, it {fault}"], reason
+        model, {}, [*notes, f"the whole model runs as it is: compiled in parts, it {fault}"], reason
     )
 
 

@@ -160,6 +160,7 @@ class _Check:
                 failed = call
         report = CheckReport(type(model).__name__, self.candidate.name, tuple(comparisons))
         if failed is not None:
+            notes += self._other_weights()
             with working("finding the first node that differs"):
                 difference = first_difference(self.judge, lowered, failed, self.candidate, reproduction)
             if isinstance(difference, FirstDifference):
@@ -167,6 +168,16 @@ class _Check:
             else:
                 notes.append(f"the first node that differs is unknown: {difference}")
         return replace(report, notes=tuple(notes))
+
+    def _other_weights(self) -> list[str]:
+        """A note if the candidate was compiled with other weights than the model has."""
+        compiled = self.candidate.compiled
+        theirs = {} if compiled is None else compiled.state_dict()
+        ours = self.judge.model.state_dict()
+        pairs = [(name, weight, ours[name]) for name, weight in theirs.items() if name in ours]
+        names = [name for name, a, b in pairs if a.shape != b.shape or not torch.equal(a, b.to(a))]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return [f"it was compiled with other weights: {', '.join(names[:3])}{more}"] if names else []
 
     @cached_property
     def lowered(self) -> tuple[Lowered | None, str]:

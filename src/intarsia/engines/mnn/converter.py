@@ -21,7 +21,7 @@ from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
 from intarsia.network.serialize import to_proto
 
-_COMPARISONS = frozenset({"Less", "Greater", "LessOrEqual", "GreaterOrEqual"})
+_COMPARISONS = frozenset({"Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual"})
 
 
 def written_out(net: Network, proto: Any) -> None:
@@ -100,16 +100,27 @@ def _truth(writer: _Writer, layer: Layer) -> None:
     x = layer.get_inputs(0)[0]
     assert x is not None
     is_float = x.dtype == ir.DataType.FLOAT
-    writer.add("Not", writer.add("Equal", x.name, 0.0 if is_float else 0), last=True)
+    if is_float:  # Equal compares bits, and those of -0.0 are not those of 0.0
+        is_zero = writer.add(
+            "And", writer.add("GreaterOrEqual", x.name, 0.0), writer.add("LessOrEqual", x.name, 0.0)
+        )
+    else:
+        is_zero = writer.add("Equal", x.name, 0)
+    writer.add("Not", is_zero, last=True)
 
 
 def _compare(writer: _Writer, node: Any, layer: Layer) -> None:
-    """With vector instructions, MNN's Less compares the bits of floats: wrong for two negative ones."""
+    """MNN's Less and Equal compare the bits of floats: wrong for two negative ones, and for both zeros."""
     one, other = node.input
     if spreads_both(layer):
         one = writer.add("Expand", one, _sizes(layer))
+    x = layer.get_inputs(0)[0]
+    assert x is not None
     if node.op_type == "Less":
         writer.add("Greater", other, one, last=True)
+    elif node.op_type == "Equal" and x.dtype == ir.DataType.FLOAT:
+        least, most = writer.add("GreaterOrEqual", one, other), writer.add("GreaterOrEqual", other, one)
+        writer.add("And", least, most, last=True)
     else:
         writer.add(node.op_type, one, other, last=True)
 

@@ -212,6 +212,8 @@ class OnnxRuntimeLimits:
             return FINITE  # a window of minus infinity gives no place
         if kind == "MaxPool":
             return _ABOVE  # of a window of minus infinity it gives the least finite number
+        if kind == "com.microsoft::MatMulNBits":  # of weights in 8 bits two halves are added: inf - inf
+            return FINITE if index == 0 else None
         if kind in _LOSES_NAN:
             return _NUMBERS
         if kind == "GridSample":  # places are kept in 32 bits, and rounded: neighbours must not be far apart
