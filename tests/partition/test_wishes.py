@@ -128,7 +128,7 @@ def test_run_on_wins_over_the_work_rule() -> None:
 def test_options_and_names_at_once_are_an_error(door) -> None:
     with pytest.raises(PartitionError, match="options and min_block_size are both given"):
         door(Net(), (X,), options=PartitionOptions(), min_block_size=3)
-    with pytest.raises(TypeError, match="'min_blok_size'; near is 'min_block_size'"):
+    with pytest.raises(TypeError, match="'min_blok_size'; did you mean 'min_block_size'"):
         door(Net(), (X,), min_blok_size=3)
 
 
