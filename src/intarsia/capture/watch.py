@@ -6,14 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from intarsia.capture.run_effects import shape_of_call
-
-T = TypeVar("T")
 
 
 class Ended(NamedTuple):
@@ -24,38 +22,26 @@ class Ended(NamedTuple):
     failed: bool  # the module raised an exception
 
 
-class _Running(NamedTuple):
-    value: Any  # what `begin` returned
-    nested: Any
-    error: BaseException | None  # that was being handled when the call began
-    start: float
-
-
 def watch_calls(
-    module: nn.Module,
-    begin: Callable[[tuple[Any, ...], dict[str, Any]], T],
-    end: Callable[[T, Ended], None],
+    module: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], Callable[[Ended], None]]
 ) -> list[RemovableHandle]:
-    """Before each call of the module `begin(args, kwargs)`, and after it `end(what begin returned, how)`."""
+    """Hooks: `begin(args, kwargs)` before each call of the module, and after it what `begin` returned."""
     running = threading.local()
 
     def before(_: nn.Module, args: tuple[Any, ...], *rest: dict[str, Any]) -> None:
         if not rest:  # the hook was removed while the call began
             return
-        value = begin(args, rest[0])
-        stack: list[_Running] = running.__dict__.setdefault("stack", [])
-        nested = shape_of_call(args, rest[0])
-        stack.append(_Running(value, nested, sys.exc_info()[1], time.perf_counter()))
+        end, nested, handled = begin(args, rest[0]), shape_of_call(args, rest[0]), sys.exc_info()[1]
+        running.__dict__.setdefault("stack", []).append((end, nested, handled, time.perf_counter()))
 
     def after(_: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         kwargs = rest[0] if len(rest) > 1 else {}  # they are left out where the hook was removed meanwhile
-        stack: list[_Running] = running.__dict__.get("stack", [])
-        if not stack:
+        if not running.__dict__.get("stack"):
             return
-        now, call, error = time.perf_counter(), stack.pop(), sys.exc_info()[1]
-        failed = error is not None and error is not call.error
-        fills = not failed and call.nested != shape_of_call(args, kwargs)
-        end(call.value, Ended(now - call.start, fills, failed))
+        now, error = time.perf_counter(), sys.exc_info()[1]
+        end, nested, handled, start = running.stack.pop()
+        failed = error is not None and error is not handled
+        end(Ended(now - start, not failed and nested != shape_of_call(args, kwargs), failed))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),

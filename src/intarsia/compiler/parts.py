@@ -97,23 +97,19 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     filling: set[str] = set()
     transformed: set[str] = set()
 
-    def begin(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def begin(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Ended], None]:
         known = calls.setdefault(path, [])
         if is_transformed((args, kwargs)):
             transformed.add(path)
         elif len(known) < _MOST_CALLS:
             known.append(copied_call((args, kwargs)))
-        return path
-
-    def end(path: str, ended: Ended) -> None:
-        if ended.fills:
-            filling.add(path)
+        return lambda ended: filling.update([path] if ended.fills else [])
 
     handles = [
         handle
         for path, module in model.named_modules()
         if path and not isinstance(module, torch.jit.ScriptModule)
-        for handle in watch_calls(module, partial(begin, path), end)
+        for handle in watch_calls(module, partial(begin, path))
     ]
     copy = shared_copy(model)  # the hooks are seen by it too; what the run changes in Python is the copy's
     before = attributes_of(copy)

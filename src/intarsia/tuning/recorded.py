@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,8 +146,13 @@ class Recorded(Sequence[RecordedCall]):
         kind.autocast = kind.autocast or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         return kind
 
-    def failed(self, kind: CallsOfKind, sizes: Sizes) -> None:
-        """Remove a call of these sizes, because the module raised an error."""
+    def end(self, kind: CallsOfKind, sizes: Sizes, ended: Ended) -> None:
+        """Note the time of a call of these sizes; remove it if the module raised an error."""
+        if not ended.failed:
+            kind.fills = kind.fills or ended.fills
+            kind.seconds += ended.seconds
+            self.seconds += ended.seconds
+            return
         self.total -= 1
         kind.seen[sizes] -= 1
         if kind.seen[sizes]:
@@ -155,12 +161,6 @@ class Recorded(Sequence[RecordedCall]):
         kind.calls = [call for call in kind.calls if call.sizes != sizes]
         if not kind.seen:
             self._kinds = {key: other for key, other in self._kinds.items() if other is not kind}
-
-    def end(self, kind: CallsOfKind, seconds: float, fills: bool) -> None:
-        """The call took so long; `fills` if it put something into what it was given."""
-        kind.fills = kind.fills or fills
-        kind.seconds += seconds
-        self.seconds += seconds
 
     def __len__(self) -> int:
         return sum(len(kind.calls) for kind in self._kinds.values())
@@ -260,13 +260,7 @@ def new_recorded(module: nn.Module) -> Recorded:
 def watch(module: nn.Module, calls: Recorded) -> list[RemovableHandle]:
     """Hooks that add every call of the module to `calls`, but for those that raise."""
 
-    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallsOfKind, Sizes]:
-        return calls.begin(args, kwargs), sizes_of(args, kwargs)
+    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Ended], None]:
+        return partial(calls.end, calls.begin(args, kwargs), sizes_of(args, kwargs))
 
-    def end(begun: tuple[CallsOfKind, Sizes], ended: Ended) -> None:
-        if ended.failed:
-            calls.failed(*begun)
-        else:
-            calls.end(begun[0], ended.seconds, ended.fills)
-
-    return watch_calls(module, begin, end)
+    return watch_calls(module, begin)
