@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 PAUSE_S = 0.01  # how long the threads of a pool that was just used may spin on, beside the next peer
-_TELLS_S = 0.25  # a round this long is no hiccup of the machine: it tells by itself who is far behind
+_TELLS_S = 0.25  # a round this long is not a short disturbance: it alone shows which peer is far behind
 _LONG_S = 0.1  # who takes so long need not be called several times for the clock, or to be warm
 _ROUNDS, _CHEAP_S = 3, 1.0  # rounds that show a spread are run on a spent budget, too, if they take so little
 
@@ -41,10 +41,10 @@ def race(
     failed: dict[str, Exception] | None = None,
     known_s: Mapping[str, float] | None = None,
 ) -> dict[str, Timing]:
-    """Time peers in turn, round by round and each round in another order: noise meets all alike.
+    """Time peers in turn, round by round and each round in another order: noise affects all peers equally.
 
     A round that `budget_s` has no more time for does not begin, but for the first `least` ones, and the first
-    three where a round takes less than a second: one hiccup of the machine must not decide.
+    three where a round takes less than a second: so that one disturbance of the machine does not decide.
     Fast calls are repeated within a round until they take about 2 ms, so that the clock does not show.
     With `pause_s` every turn begins with a rest: threads of the peer before may spin on for a while.
     Who takes `drop` times as long as the quickest, by quickest rounds and in most rounds, leaves the race,
@@ -60,7 +60,7 @@ def race(
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     behind = dict.fromkeys(peers, 0)  # in how many rounds
     dice = random.Random(0)
-    for name in peers:  # ahead of the rounds, so that those tell what a further one takes
+    for name in peers:  # ahead of the rounds, so that those show the time of a further round
         with _leaving(name, calls, seconds, failed):
             is_known = (known_s or {}).get(name, 0.0) > _LONG_S
             repeats[name] = 1 if is_known else _repeats(calls[name], warmup)

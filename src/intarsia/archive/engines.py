@@ -46,7 +46,7 @@ def engine_to_json(engine: Engine) -> Json:
 
 
 def packed_for(engine: Engine) -> str:
-    """What must be the same where a packed program is used: engine, options, versions, machine."""
+    """The properties for which a packed program is valid: engine, options, versions, machine."""
     return f"{engine.key()}, {engine.version()}, {machine_key()}, {processor_features()}"
 
 
@@ -63,7 +63,9 @@ def engines_from_json(
     if asked is not None:
         by_name = {engine.name: engine for engine in resolve_engines(asked)[0]}
         notes += [
-            f"{name}: not among the engines given; {_INSTEAD}" for name in described if name not in by_name
+            f"{name}: not among the engines that were passed; {_INSTEAD}"
+            for name in described
+            if name not in by_name
         ]
         return by_name
     usable: dict[str, Engine] = {}
@@ -74,7 +76,7 @@ def engines_from_json(
                 f" not set; pass"
                 f" the engine with engines=[...]"
             )
-        reason = "there is no such engine here"
+        reason = "there is no such engine on this machine"
         if (kind := known_engines().get(name)) is not None:
             usable[name] = kind(**{str(key): from_json(value) for key, value in entry["fields"].items()})
             runs = native and getattr(kind, "runs_packages", False)
@@ -105,7 +107,7 @@ class Unpacker:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, pieces: Json) -> None:
-        """Let the thread make what these pieces will ask for."""
+        """Start the thread that prepares the programs of these pieces."""
         for item in pieces:
             engine = self._engines.get(item["engine"])
             if isinstance(engine, NetworkEngine) and self._fits(item, engine):
@@ -139,11 +141,11 @@ class Unpacker:
             self._reader.member(beside)
         program = engine.unpack(self._reader.member(packed["blob"]), packed["about"], file, weights)
         if not self._reader.is_still_there():  # engines find weights by the name of the file
-            raise ArchiveError("it was replaced or removed while it was loaded")
+            raise ArchiveError("it was replaced or removed during loading")
         return program
 
     def _place(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor begins in the file; None for one that is somewhere else, or otherwise, in memory."""
+        """Where a tensor begins in the file; None if it is elsewhere in memory or has another layout."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_complex():
             return None
         return self._reader.place(tensor.data_ptr(), tensor.nbytes)

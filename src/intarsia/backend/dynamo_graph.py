@@ -1,7 +1,7 @@
-"""What Dynamo's graph is called with: weights, sizes, numbers and tensors, each told from the others.
+"""What Dynamo's graph is called with: weights, sizes, numbers and tensors, each identified.
 
-Dynamo lifts everything to an input, parameters and sizes too. Which input is what stands in names of Dynamo
-that are not public; they are read here alone, and `tests/backend/test_dynamo_graph.py` watches them.
+Dynamo lifts everything to an input, parameters and sizes too. Dynamo marks the kind of each input by private
+names; only this file reads them, and `tests/backend/test_dynamo_graph.py` watches them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from intarsia.errors import CaptureError
 
 
 class Kind(Enum):
-    """What an input of a graph is."""
+    """The kind of an input of a graph."""
 
     WEIGHT = "a parameter, buffer or tensor attribute of a module"
     SIZE = "a size of one of the tensors"
@@ -45,7 +45,7 @@ class DynamoInput:
 
 
 def inputs_of(module: fx.GraphModule, inputs: Sequence[Any]) -> list[DynamoInput]:
-    """Each input of a graph that Dynamo gave to its backend, told apart."""
+    """Each input of a graph that Dynamo passed to its backend, by its kind."""
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     values = [_symbolic(node, value_now) for node, value_now in zip(nodes, inputs, strict=True)]
     sizes = _sizes(values)
@@ -72,7 +72,7 @@ def inputs_of(module: fx.GraphModule, inputs: Sequence[Any]) -> list[DynamoInput
 
 @contextlib.contextmanager
 def apart_from_dynamo() -> Iterator[None]:
-    """What is traced inside does not add to the guards of the frame that Dynamo is compiling."""
+    """A context in which tracing does not add guards to the frame that Dynamo is compiling."""
     tracing = getattr(torch._guards, "tracing", None)
     if tracing is None:
         raise CaptureError(f"torch {torch.__version__} has no way to trace inside of torch.compile's backend")

@@ -38,7 +38,7 @@ from intarsia.runtime.fallback import Origin, has_empty, makes_of, with_fallback
 from intarsia.runtime.inlay import Inlay
 
 _TIMED_RUNS = 3  # the quickest counts: OpenVINO prepares for sizes in the first
-_TOO_SLOW = 1.1  # a plan so much slower than the best will not win when a part of it moves to PyTorch
+_TOO_SLOW = 1.1  # a plan this much slower than the best will not win even when a part of it moves to PyTorch
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Planned:
 
 
 class TooSlow(EngineError):
-    """A plan that answers wrongly takes longer than one that stands, so that a repair cannot win."""
+    """A plan with a wrong answer is slower than a correct one, so that a repair cannot win."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What the best plan so far takes for one of the examples."""
+    """The time of the best plan so far for one of the examples."""
 
     example: int
     seconds: Callable[[], float]
@@ -76,7 +76,7 @@ class BuildSettings:
 
 @dataclass
 class Builder:
-    """Builds every piece of a plan; programs that stand are kept when the plan has to be repaired."""
+    """Builds every piece of a plan; correct programs are reused when the plan has to be repaired."""
 
     module: fx.GraphModule
     engines: Sequence[Engine]
@@ -88,7 +88,7 @@ class Builder:
     body_plans: dict[str, Plan] = field(default_factory=dict, init=False)  # of control flow, by name
     errors: dict[str, float] = field(default_factory=dict, init=False)  # of short segments, by first node
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict, init=False)
-    _lost: dict[str, Failure] = field(default_factory=dict, init=False)  # engines that did not come back
+    _lost: dict[str, Failure] = field(default_factory=dict, init=False)  # engines that did not return in time
 
     def of_block(
         self, module: fx.GraphModule, engines: Sequence[Engine], inputs: Sequence[Any], **changes: Any
@@ -107,7 +107,7 @@ class Builder:
         return self.build(self.plan(table))
 
     def plan(self, table: SupportTable) -> Planned:
-        """What the strategy makes of the graph, before anything is built."""
+        """The strategy's plan for the graph, before anything is built."""
         table = constrain(self.module, table, self.settings.options)
         return Planned(self.settings.strategy(self.module, table, self.settings.options), table)
 
@@ -195,7 +195,9 @@ class Builder:
         ):
             plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
-                self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {outcome.reason}")
+                self.notes.append(
+                    f"a segment on {engine.name} is not rewritten: after rewriting, {outcome.reason}"
+                )
                 outcome = plain
         return outcome
 
@@ -317,7 +319,7 @@ def part_of(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Pi
 
 
 def values_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-    """What each node of a graph computes in PyTorch."""
+    """The value of each node of a graph in PyTorch."""
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
     with torch.no_grad():
         interpreter.run(*inputs)

@@ -19,6 +19,7 @@ from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
 from intarsia.lower.decompositions import decomposition_table, keeping_whole
+from intarsia.lower.integers import other_values
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import corners
 from intarsia.partition.table import PYTORCH
@@ -125,7 +126,7 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
             examples = [replace(e, truth=None) for e in graph.examples]
             return replace(graph, examples=examples, notes=(*graph.notes, note))
         if mismatch is not None:
-            return replace(graph, fault=f"answers unlike the model: {mismatch}")
+            return replace(graph, fault=f"differs from the model: {mismatch}")
         answered.append(replace(example, case=case))
     return replace(graph, examples=answered)
 
@@ -133,7 +134,8 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
 def examples_of(
     judge: Judge, lowered: Lowered, captured: Call, own: Call, truth: Answer | None
 ) -> tuple[list[Example], list[str]]:
-    """The call that was captured, the user's own, and the same at the least and largest sizes it may have.
+    """The call that was captured, the user's own, the same at the least and largest sizes it may have,
+    and with another value of the integers that vary.
 
     The notes name the sizes at which nothing can be compared. `truth` is the model's answer to the `given`
     call, which lowering may have widened to the `captured` one.
@@ -144,7 +146,8 @@ def examples_of(
     calls: list[tuple[Call, list[Any], Answer | None]] = [(captured, inputs, truth if is_given else None)]
     if not is_given:
         calls.append((own, example_inputs(lowered, *own), truth))
-    calls += [(call_of(lowered, corner), corner, None) for corner in corners(lowered, inputs, notes)]
+    for others in (corners(lowered, inputs, notes), other_values(lowered, inputs)[:1]):
+        calls += [(call_of(lowered, other), other, None) for other in others]
     examples: list[Example] = []
     for call, graph_inputs, answer in calls:
         try:
@@ -203,7 +206,7 @@ def whole_fault(
         # How far the model is from float64 excuses an answer only where the graph is the model's.
         fault = judge.fault(lowered, example.truth, example.case.expected, example.case.rounding(0.0))
         if fault is not None:
-            return f"is of a graph that answers unlike the model: {fault}"
+            return f"is of a graph that differs from the model: {fault}"
         try:
             answer = judge.answer(example.call, compiled)
         except Exception as error:
@@ -211,12 +214,12 @@ def whole_fault(
         rounding = example.case.rounding(coarsest).of(example.truth.in_graph_order(lowered))
         fault = judge.fault(lowered, example.truth, answer, rounding, tolerance, example.rows)
         if fault is not None:
-            return f"answers unlike the model: {fault}"
+            return f"differs from the model: {fault}"
     return None
 
 
 def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.Node, dict[str, str]], str]]:
-    """What to leave out of a plan whose pieces answer rightly and whose whole does not: refusals, and a note.
+    """What to exclude from a plan whose pieces are correct but whose whole is not: refusals, and a note.
 
     First each engine, where there are several, then each segment.
     """
@@ -243,5 +246,5 @@ def error_of(lowered: Lowered, examples: Sequence[Example], compiled: Compiled) 
 
 
 def operators_of(graph: fx.Graph) -> set[Any]:
-    """What a graph calls."""
+    """The targets that a graph calls."""
     return {node.target for node in graph.nodes if node.op == "call_function"}

@@ -18,9 +18,9 @@ _warned_of: set[tuple[str, str]] = set()
 
 
 class JsonStore:
-    """Values by key. What cannot be read counts as unknown; what cannot be written is forgotten.
+    """Values by key. An unreadable value counts as unknown; a value that cannot be written is dropped.
 
-    A file that cannot be used is told once in a warning; no method raises.
+    A file that cannot be used gives one warning; no method raises.
 
     >>> import pathlib, tempfile
     >>> store = JsonStore(pathlib.Path(tempfile.mkdtemp()) / "known.json")
@@ -34,7 +34,7 @@ class JsonStore:
         self.path = path
 
     def read(self) -> dict[str, Any]:
-        """All that is kept; empty where there is no file, or none that holds a table."""
+        """All stored values; empty if there is no file, or it does not hold a table."""
         try:
             table = json.loads(self.path.read_bytes())
         except FileNotFoundError:
@@ -48,9 +48,10 @@ class JsonStore:
         return table
 
     def update(self, fresh: Mapping[str, Any], *, keep: int | None = None) -> None:
-        """Add or replace values; what other processes wrote stays. The last `keep` keys are kept.
+        """Add or replace values; values of other processes remain.
 
-        A value that is itself a table is merged with the one kept under its key.
+        The last `keep` keys remain. A value that is itself a table is merged with the one stored under its
+        key.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ class JsonStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other writers out, where the system can; a lock nobody gives up is not waited for long."""
+        """Lock out other writers, if the system can; the wait for a lock is short."""
         try:
             import fcntl
         except ImportError:  # Windows: two writers at once may lose a value, never the file
@@ -93,7 +94,7 @@ class JsonStore:
             return
         _warned_of.add((str(self.path), verb))
         outcome = {
-            "read": "what it held is measured anew",
+            "read": "what it held is measured again",
             "write": "measurements are not remembered; set INTARSIA_CACHE to a place that can be written to",
         }[verb]
         warnings.warn(f"cannot {verb} {self.path}: {why}: {outcome}", stacklevel=4)
@@ -104,7 +105,7 @@ def write_atomically(
 ) -> None:
     """Write beside the path, then move there: whoever reads it finds the old file or the whole new one.
 
-    `write` is given the file and where it lies for now. A `durable` file outlives a power cut, which takes
+    `write` is given the file and its temporary path. A `durable` file outlives a power cut, which takes
     milliseconds, and others may read it; what is only remembered is this user's own.
     """
     target = Path(path)
@@ -168,7 +169,7 @@ _warned: set[str] = set()
 
 
 def allowed_bytes() -> int:
-    """How much may be kept on disk."""
+    """The number of bytes that may be stored on disk."""
     try:
         return int(float(os.environ.get(SIZE, _DEFAULT_GB)) * 1e9)
     except ValueError:
@@ -176,7 +177,7 @@ def allowed_bytes() -> int:
 
 
 class Shelf:
-    """Whoever writes a file puts it there whole; whoever finds a damaged one throws it out. Nothing raises.
+    """Files are written completely or not at all; damaged files are deleted when found. No method raises.
 
     >>> import tempfile
     >>> shelf = Shelf(Path(tempfile.mkdtemp()), limit=1000)
@@ -201,7 +202,7 @@ class Shelf:
         return path
 
     def put(self, key: str, write: Callable[[Path], None]) -> None:
-        """Let a file be written; one that is not written whole is as good as none."""
+        """Write a file; an incomplete file counts as none."""
         if self.limit <= 0:
             return
         try:

@@ -51,8 +51,8 @@ _SHORT = frozenset({torch.int8, torch.uint8, torch.int32})
 def undisturbed(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """The model in evaluation, without gradients; its attributes, its buffers and the random state come back.
 
-    Attributes that are set anew come back, and tensors that are written to; a list or another object that a
-    model appends to in `forward` is beyond reach, as it is for capture.
+    Attributes that are replaced come back, and tensors that are written to; a list or another object that a
+    model appends to in `forward` is not restored, just as capture does not see it.
 
     What it yields gives what a tensor of the model holds, for use after its end: a copy if that has changed.
     CaptureError if integers of many bytes change that an earlier run has left alone.
@@ -94,7 +94,7 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Ten
 def initialized(model: Any, call: Call) -> list[str]:
     """Run a model with lazy modules on the example, as its first call would: they get weights of its shapes.
 
-    What is returned are notes.
+    Returns notes.
     """
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return []
@@ -109,7 +109,7 @@ def initialized(model: Any, call: Call) -> list[str]:
         raise CaptureError(
             f"{type(model).__name__} fails on the example itself: {type(error).__name__}: {error}"
         ) from error
-    return [f"{', '.join(lazy) or 'the model'} had no weights yet: a run on the example made them"]
+    return [f"{', '.join(lazy) or 'the model'} had no weights yet: a run on the example initialized them"]
 
 
 def _weights(module: nn.Module) -> list[Any]:
@@ -164,7 +164,7 @@ T = TypeVar("T")
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Inside, numbers may be drawn; outside, nobody sees it: torch's, numpy's and Python's generators."""
+    """A context that restores the random generators of torch, numpy and Python at its end."""
     numpy = sys.modules.get("numpy")  # torch works without it, and unimported it has drawn nothing
     python_state = random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()

@@ -1,4 +1,4 @@
-"""Guards: what the exported graph takes for granted about sizes beyond their ranges.
+"""Guards: the assumptions of the exported graph about sizes, beyond their ranges.
 
 A model that asks `if x.shape[0] == 1` was traced along one branch; the graph holds only where the answer is
 the same. Export writes such conditions down as text. They are read here, never executed as code. What a text
@@ -98,7 +98,7 @@ def read_guards(texts: Sequence[str], places: Mapping[str, int]) -> tuple[SizeGu
 def guard_texts(program: ExportedProgram) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The conditions a program was exported under, in a form `read_guards` reads, and notes on sizes fixed.
 
-    Raises CaptureError where this torch does not tell them and sizes may vary.
+    Raises CaptureError if this torch does not provide them and sizes may vary.
     """
     # The one place that reads this private name; tests/capture/test_size_guards.py watches it.
     texts = getattr(program, "_guards_code", None)

@@ -79,7 +79,7 @@ class Blocks:
         }
 
     def values(self, inputs: Sequence[Any]) -> list[list[Any]]:
-        """What every block is fed when the graph is fed `inputs`."""
+        """The inputs of every block when the graph runs on `inputs`."""
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         known: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
         fed = []
@@ -89,7 +89,7 @@ class Blocks:
         return fed
 
     def untimed(self) -> list[BlockCost]:
-        """The blocks as findings tell them, without costs."""
+        """The blocks as findings list them, without costs."""
         bounds = [0, *self.places]
         return [
             BlockCost(bounds[number], len(segment.nodes), self.begins_at(number), digest)
@@ -105,7 +105,7 @@ class Blocks:
 def find_blocks(module: fx.GraphModule, atomic: Sequence[Atomic], most: int) -> Blocks | None:
     """At most `most` blocks of like weight, cut where the fewest values are alive; None if there is but one.
 
-    What is `atomic` is not cut apart.
+    Groups in `atomic` are not split.
     """
     line = placement_line(module.graph)
     waists = _open(line, find_groups(module, atomic))
@@ -114,7 +114,7 @@ def find_blocks(module: fx.GraphModule, atomic: Sequence[Atomic], most: int) -> 
     places: list[int] = []
     since, left = 0.0, sum(weight)
     for place, own in enumerate(weight):
-        # A layer is rarely a round part of the whole: the first waist behind nearly enough work ends a block,
+        # A layer is rarely a round part of the whole: the first waist after nearly enough work ends a block,
         # where another layer begins, lest an activation or a norm be parted from the product it follows.
         enough = 0.8 if _begins_layer(line.nodes[place]) else 1.6
         if place in waists and since >= enough * least and left >= 0.5 * least:

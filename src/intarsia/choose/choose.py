@@ -37,9 +37,9 @@ def choose(
     context: str = "",
     tolerance: float | None = None,
 ) -> Compiled:
-    """The module that runs best here; what an earlier compile measured is not measured again.
+    """The module that runs best here; results of an earlier compile are not measured again.
 
-    `context` stands for whatever the programs depend on besides graph, engines and options.
+    `context` contains everything that the programs depend on besides graph, engines and options.
     """
     engines = [engine.for_objective(measured.objective) for engine in engines]
     memory = Memory()
@@ -65,7 +65,7 @@ def choose(
 def _again(
     known: Findings, measured: Measured, workshop: Workshop, engines: Sequence[Engine]
 ) -> Compiled | None:
-    """The plan that won an earlier search, built anew; None if it does not come out as it was measured."""
+    """The plan that won an earlier search, built again; None if the result differs from the measured one."""
     final = [trial for trial in known.trials if trial.final] or list(known.trials)
     if winner([trial.entry for trial in final], usual=known.trials[0].name).name != known.chosen:
         return None  # damaged, or decided by other rules
@@ -75,7 +75,7 @@ def _again(
         if candidate is None:
             return None
         built = workshop.build(candidate)
-    except IntarsiaError:  # what fails with these weights is found and told by a new search
+    except IntarsiaError:  # a new search finds and reports the failures with these weights
         return None
     if built.shape != trial.shape or (known.tolerance is not None and built.error > known.tolerance):
         return None

@@ -1,4 +1,4 @@
-"""Races of plans: how they are called, who runs in the last one, for how many rounds.
+"""Races of plans: how they are called, which plans run in the last one, for how many rounds.
 
 `Progress` has what is left of the time, and `no_room` asks for memory before another plan is built.
 """
@@ -94,13 +94,13 @@ Trials = Mapping[str, Trial]
 
 
 def round_s(names: Sequence[str], trials: Trials) -> float:
-    """About what a round takes; who did not race yet takes what the leader does."""
+    """The estimated time of a round; a plan without a race counts as fast as the leader."""
     lead = min(trial.median for trial in trials.values())
     return sum(trials[name].median if name in trials else lead for name in names)
 
 
 def is_quick(names: Sequence[str], trials: Trials, rounds: int = SPREAD_ROUNDS) -> bool:
-    """Whether these rounds (three show a spread) take so little that a budget need not tell."""
+    """Whether these rounds (three show a spread) take so little time that the budget does not matter."""
     return rounds * round_s(names, trials) < _QUICK_S
 
 
@@ -119,7 +119,7 @@ def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) ->
 def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> list[str]:
     """Who runs: those that were built since, and the leaders, or where calls take long those near the best.
 
-    Three rounds of two plans tell more than one of six.
+    Three rounds of two plans are more informative than one round of six.
     """
     near = sorted(leaders, key=lambda name: trials[name].quickest)
     while len(near) > _PAIR and SURE_ROUNDS * round_s([*near, *fresh], trials) > _SURE_S:
@@ -131,7 +131,7 @@ def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> lis
 
 
 def least_s(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> float:
-    """What a race of those nearest to the best takes at least, its warm-up and pauses included."""
+    """The least time of a race of the plans nearest to the best, including warm-up and pauses."""
     if not trials:
         return 0.0
     leaders = [name for name in names if name in trials]
@@ -185,7 +185,7 @@ def no_room(module: fx.GraphModule) -> str | None:
 
 
 def free_bytes() -> int | None:
-    """Memory that this process may still take, as Linux tells it; None elsewhere."""
+    """Memory that this process may still take, according to Linux; None on other systems."""
     limits = [value for value in (_available(), _left_to_group()) if value is not None]
     return min(limits, default=None)
 
@@ -200,7 +200,7 @@ def _available() -> int | None:
 
 
 def _left_to_group() -> int | None:
-    """What the limit of a container leaves."""
+    """The memory that the limit of a container leaves."""
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         return limit - int((_CGROUP / "memory.current").read_text())

@@ -43,10 +43,10 @@ _BLOCKS = (12, 6, 3)  # the most blocks that a graph is cut into; fewer where ti
 _RESERVE = 0.3  # the part of the budget that is kept for building mixes and for the last race
 _RACE_S = 0.1  # of one block on one engine
 _MIXES = 3  # how many are built
-_CLOSE = 1.3  # who is further behind after the first race does not run in the last
-_FAR = 1.6  # who is so far behind in any round of a race leaves it at once, and no options of it are tried
+_CLOSE = 1.3  # who is slower after the first race does not run in the last
+_FAR = 1.6  # plans this slow in any round leave the race at once, and no options of them are tried
 _ROUNDS = 20  # of the race that decides
-_UNSETTLED = 1.03  # the plan that is kept is so much slower than another
+_UNSETTLED = 1.03  # the selected plan is slower than another by this factor
 _AGAIN = 1.7  # without a budget given, measuring may take so many times what the first plan took
 
 
@@ -92,7 +92,7 @@ class Search:
         self._build_all([first, *(other for other in others if other not in later)])
         if not self.built:
             raise self.errors[0]
-        rounds = 5 if self.measured.budget_s else 3  # that tell who may win; the last race tells who does
+        rounds = 5 if self.measured.budget_s else 3  # that show which plans may win; the last race decides
         self._race(list(self.built), final=False, rounds=rounds, share=0.15)
         leaders = self._close(_CLOSE)
         variants = self._variants(leaders)
@@ -122,7 +122,7 @@ class Search:
         return variants
 
     def _last_race(self, names: Sequence[str]) -> None:
-        """The race that decides; once more where the machine was so busy that a plan let go seems faster."""
+        """The race that decides; once more where the machine was so busy that a dropped plan seems faster."""
         # They were 15 of the 52 s of CPU time that BERT with sizes that vary was compiled for, in 20 rounds.
         is_long = self.measured.budget_s is None and not is_quick(names, self.trials, _ROUNDS)
         self._race(names, final=True, rounds=SURE_ROUNDS if is_long else _ROUNDS, share=0.2)
@@ -154,7 +154,7 @@ class Search:
         return took < self.progress.left_s or (not shown and is_quick(names, self.trials))
 
     def _limit(self) -> None:
-        """Set the budget, once the first plan stands: now it is known what compiling takes."""
+        """Set the budget after the first plan is built: the time of compiling is then known."""
         if not math.isinf(self.progress.budget_s):
             return
         if self.measured.budget_s is None:
@@ -187,7 +187,7 @@ class Search:
         return [mix(blocks, quick, way) for way in ways]
 
     def _shortened(self, lead: str) -> list[str]:
-        """Plans in shorter arithmetic whose error stays within the tolerance; the others are let go."""
+        """Plans in shorter arithmetic whose error stays within the tolerance; the others are dropped."""
         if self.tolerance is None:
             return []
         fitting = []
@@ -248,7 +248,7 @@ class Search:
     def _affordable_blocks(self, engines: int) -> Blocks | None:
         """Blocks as small as the time that is left allows; None without waists, or without time."""
         builder = self.workshop.builder
-        if self.blocks:  # findings tell one way to cut
+        if self.blocks:  # findings describe one way to cut
             return blocks_at(builder.module, [block.place for block in self.blocks[1:]])
         left = self.progress.left_s - _RESERVE * self.progress.budget_s
         whole = (sum if engines > 1 else max)(self.build_s.values())
@@ -295,16 +295,16 @@ class Search:
                 self.left_out.append(f"{candidate.name}: {str(error).splitlines()[0]}")
                 continue
             self.built[candidate.name] = built
-            if not candidate.is_slow_to_build:  # which says nothing of the others
+            if not candidate.is_slow_to_build:  # which is no evidence about the others
                 self.build_s[candidate.engine_names] = built.build_s
             names.append(candidate.name)
             self._limit()
-            if favoured:  # what it took is not taken from the others
+            if favoured:  # its time is not subtracted from the others
                 self.progress.budget_s += built.build_s
         return names
 
     def _timed(self) -> Timed | None:
-        """What a plan that answers wrongly must not be slower than."""
+        """The time that a plan with a wrong answer must not exceed."""
         numbers = [
             n for n, inputs in enumerate(self.workshop.builder.examples) if inputs is self.sample.inputs
         ]
@@ -313,7 +313,7 @@ class Search:
         return Timed(numbers[0], lambda: min(map(self._quickest_call, self.built.values())))
 
     def _is_favoured(self, candidate: Candidate) -> bool:
-        """Whether it is built whatever time that takes, for no budget was given and it is known to pay."""
+        """Whether it is built regardless of time, because no budget is set and it is known to be faster."""
         if self.measured.budget_s is not None or not candidate.is_slow_to_build:
             return False
         workload = self.workshop.workload(self.measured)
@@ -344,7 +344,7 @@ class Search:
         return None
 
     def _expected_build_s(self, candidate: Candidate) -> float:
-        """What its engines took with other options, or else what any took: they do not differ by much."""
+        """The time of its engines with other options, or else of any engine: they do not differ much."""
         return self.build_s.get(candidate.engine_names) or max(self.build_s.values(), default=0.0)
 
     def _race(self, names: Sequence[str], *, final: bool, rounds: int, share: float) -> None:
@@ -383,7 +383,7 @@ class Search:
         return [trial.name for trial in ranked if min(trial.seconds) <= limit]
 
     def _drop(self, names: Sequence[str]) -> None:
-        """Let go of the programs of plans that cannot win: each may hold a copy of the weights."""
+        """Drop the programs of plans that cannot win: each may hold a copy of the weights."""
         self.built = {name: built for name, built in self.built.items() if name in names}
 
     def _decide(self) -> str:

@@ -161,7 +161,7 @@ def _converters() -> list[str]:
     )
 
 
-_PACKAGES = ("torch", "onnx", "onnx_ir", "numpy")  # engines tell their own
+_PACKAGES = ("torch", "onnx", "onnx_ir", "numpy")  # engines have their own
 
 
 def of_lowered(lowered: Lowered) -> Iterator[str]:
@@ -194,7 +194,7 @@ def _graph(module: fx.GraphModule) -> Iterator[str]:
 
 
 class Unknowable(Exception):
-    """Something has no text that tells it from all others."""
+    """A value has no text that is unique to it."""
 
 
 def _argument(value: Any) -> str:
@@ -257,7 +257,7 @@ def of_process() -> Iterator[str]:
 
 @functools.cache
 def _sources() -> str:
-    """What this package's own files are: a version may be edited where it stands."""
+    """A digest of this package's own files: an installed version may be edited in place."""
     root = Path(__file__).parents[1]
     files = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in root.rglob("*.py")]
     return digest(repr(sorted(files)))
