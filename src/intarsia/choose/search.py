@@ -165,8 +165,8 @@ class Search:
         blocks = self._affordable_blocks(len(quick))
         if len(quick) < 2 or blocks is None:
             return []
-        # In a network of equal layers, an engine that is behind is so in each of them. Measuring blocks took 5
-        # of the 25 s of CPU time that BERT with sizes that vary was compiled for.
+        # In a network of equal layers, an engine that is behind is so in each of them. Measuring blocks was 5 of
+        # the 25 s of CPU time that BERT with sizes that vary was compiled for.
         if self.measured.budget_s is None and blocks.is_repetitive:
             quick = [engine for engine in quick if engine.name not in self._behind]
         if len(quick) < 2:
