@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent)
@@ -74,6 +76,10 @@ class InputError(IntarsiaError, ValueError):
     """An argument is wrong, or a compiled module was called with inputs that it was not compiled for."""
 
 
+class OptionError(InputError, TypeError):
+    """A function does not have an option of this name."""
+
+
 class StaleWeightsError(IntarsiaError):
     """A weight of the model has changed since the model was compiled."""
 
@@ -92,3 +98,19 @@ class RewriteError(IntarsiaError):
 
 class PipelineError(IntarsiaError):
     """A pipeline stopped: a stage failed, or another process was lost."""
+
+
+def check_option_names(names: Iterable[str], known: Iterable[str], function: str) -> None:
+    """Raise OptionError, with a near name, for a keyword that the function does not have.
+
+    >>> check_option_names(["sed"], ["seed", "mesh"], "distributed")
+    Traceback (most recent call last):
+    ...
+    intarsia.errors.OptionError: distributed has no option 'sed'; near is 'seed'
+    """
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = get_close_matches(str(name), known, n=1, cutoff=0.4)
+            hint = f"near is {near[0]!r}" if near else f"known are {', '.join(known)}"
+            raise OptionError(f"{function} has no option {name!r}; {hint}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from intarsia.capture.input import further_calls
 from intarsia.choose.measured import SHORTENING_S, Measured, Precision, allowed_arithmetic, is_number
 from intarsia.engines import Engine, resolve_engines
-from intarsia.errors import InputError
+from intarsia.errors import InputError, check_option_names
 from intarsia.partition import PartitionOptions, Strategy, find_strategy
 from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.rewrite import Patterns
@@ -158,16 +157,12 @@ class CompileOptions:
         >>> CompileOptions.checked({"engine": "openvino"}, "tune")
         Traceback (most recent call last):
         ...
-        intarsia.errors.InputError: tune has no option 'engine'; near is 'engines'
+        intarsia.errors.OptionError: tune has no option 'engine'; near is 'engines'
         """
-        known = [name for name in option_names() if name not in preset]
         for name in choices:
             if name in (*CALL_ARGUMENTS, *preset):
                 raise InputError(f"{name} is not an option of {function}, which sets it")
-            if name not in known:
-                near = get_close_matches(str(name), known, n=3, cutoff=0.5)
-                names = f"; near is {near[0]!r}" if near else f"; known are {', '.join(known)}"
-                raise InputError(f"{function} has no option {name!r}{names}")
+        check_option_names(choices, [name for name in option_names() if name not in preset], function)
         options = cls.of(**choices)
         if options.engines is not None:
             resolve_engines(options.engines)
@@ -175,6 +170,7 @@ class CompileOptions:
 
     def changed(self, **choices: Any) -> CompileOptions:
         """A copy with some options changed, by the names of `compile`'s arguments."""
+        check_option_names(choices, option_names(), "compile")
         accuracy = {name: choices.pop(name) for name in list(choices) if name in Accuracy.__annotations__}
         plain = {name: choices.pop(name) for name in list(choices) if name in _PLAIN}
         together = choices.pop("options", None)

@@ -18,7 +18,15 @@ from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.plan.cluster import Cluster
 from intarsia.pipeline.plan.search import search, simulate_layout
 from intarsia.pipeline.plan.simulate import StageTable, end_times, peak_memory, simulate
-from intarsia.pipeline.plan.space import LayerLine, Layout, Space, merge, near_memory, near_seconds
+from intarsia.pipeline.plan.space import (
+    Allowed,
+    LayerLine,
+    Layout,
+    Space,
+    merge,
+    near_memory,
+    near_seconds,
+)
 from intarsia.pipeline.planner import plan_pipeline
 from intarsia.pipeline.schedules import SCHEDULES, Action, Slot, schedule, slot_table
 
@@ -182,7 +190,7 @@ def spaces(draw):
             "handover": draw(st.sampled_from([0.0, 0.05])),
         }
     )
-    return Space(line, cluster, draw(st.sampled_from([1, 4, 6, 12])), least=draw(st.integers(1, 2)))
+    return Space(line, cluster, draw(st.sampled_from([1, 4, 6, 12])), Allowed(least=draw(st.integers(1, 2))))
 
 
 def every_layout(space):

@@ -16,7 +16,7 @@ from test_matrix import checked_rows
 from test_meta_load import shards
 from torch import nn
 
-from intarsia.errors import PartitionError
+from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.split import split
 
 TRAINING = Path(__file__).with_name("rank_training.py")
@@ -186,6 +186,8 @@ def test_without_a_process_group():
     )
     with pytest.raises(PartitionError, match="run under torchrun"):
         parts.distributed()
+    with pytest.raises(InputError, match="distributed has no option 'los_fn'; near is 'loss_fn'"):
+        parts.distributed("1F1B", 2, los_fn=nn.MSELoss())
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def checked_options(mode: str | None, options: Mapping[str, Any] | None) -> Comp
     >>> checked_options(None, {"engine": "openvino"})
     Traceback (most recent call last):
     ...
-    intarsia.errors.InputError: torch.compile(backend="intarsia") has no option 'engine'; near is 'engines'
+    intarsia.errors.OptionError: torch.compile(backend="intarsia") has no option 'engine'; near is 'engines'
     """
     if mode not in (None, "default"):
         instead = f": {_INSTEAD[mode]}" if mode in _INSTEAD else ""

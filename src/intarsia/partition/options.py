@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any, TypeAlias, TypedDict
 
 from torch import fx
@@ -120,11 +119,6 @@ def partition_options(options: PartitionOptions | None, choices: PartitionChoice
     >>> partition_options(None, {"min_block_size": 3}).min_block_size
     3
     """
-    known = list(PartitionChoices.__annotations__)
-    for name in choices:
-        if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.4)
-            raise TypeError(f"there is no argument {name!r}" + (f"; near is {near[0]!r}" if near else ""))
     if options is None:
         return PartitionOptions(**choices)
     if not isinstance(options, PartitionOptions):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.weights import Weights, load_stages
 
 if TYPE_CHECKING:
+    from intarsia.pipeline.distributed.options import DistributedKeywords
     from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 
 
@@ -31,9 +32,15 @@ class Stages(StageSequence):
         return Pipelined(self, chunks, options)
 
     def distributed(
-        self, schedule: str = "1F1B", n_microbatches: int = 8, **options: Any
+        self, schedule: str = "1F1B", n_microbatches: int = 8, **options: Unpack[DistributedKeywords]
     ) -> DistributedPipeline:
-        """Run this process's stages with `torch.distributed.pipelining`, under `torchrun`."""
+        """Run this process's stages with `torch.distributed.pipelining`, under `torchrun`.
+
+        `schedule` is one of torch's (GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...) or of `define_schedule`.
+        `options` are those of `DistributedOptions`: `loss_fn`, `loss_weight`, `reduction`, `check_loss`,
+        `deferred_batch_norm`, `checkpoint`, `scaler`, `target_axis`, `device`, `group`, `mesh`,
+        `tensor_plan`, `seed`, `weights`.
+        """
         # Not every build of torch has torch.distributed; cutting a model works without.
         from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 

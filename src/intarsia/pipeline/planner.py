@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.plan.cluster import Cluster, Link
 from intarsia.pipeline.plan.search import Candidate, every_candidate, search
-from intarsia.pipeline.plan.space import LayerLine, Layout, Space, merge
+from intarsia.pipeline.plan.space import Allowed, LayerLine, Layout, Space, merge
 from intarsia.pipeline.schedules import SCHEDULES
 from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages, rank_zero
 from intarsia.pipeline.stages.cut import cheapest_places, choose_cuts
@@ -30,6 +30,7 @@ from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.trace import Trace, trace
 
 if TYPE_CHECKING:
+    from intarsia.pipeline.distributed.options import DistributedKeywords
     from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 
 _LAYERS = 1024  # the most layers a line is merged into
@@ -53,8 +54,10 @@ class PipelinePlan:
         """How the devices are used."""
         return self.choice.layout
 
-    def distributed(self, **options: Any) -> DistributedPipeline:
+    def distributed(self, **options: Unpack[DistributedKeywords]) -> DistributedPipeline:
         """This rank's part of the plan. `options` are those of `Stages.distributed` (`loss_fn`, ...).
+
+        The plan gives the schedule, the micro-batches and, unless you do, `checkpoint` and the mesh.
 
         Run it under torchrun with as many processes as the plan has devices. The processes of a replica have
         consecutive numbers. Each step takes one replica's share of the batch.
@@ -71,9 +74,8 @@ class PipelinePlan:
             options["mesh"] = init_device_mesh(
                 kind, (layout.replicas, layout.ranks), mesh_dim_names=("data", "pipeline")
             )
-        return self.stages.distributed(
-            layout.schedule, layout.microbatches, checkpoint=layout.checkpoint, **options
-        )
+        options.setdefault("checkpoint", layout.checkpoint)
+        return self.stages.distributed(layout.schedule, layout.microbatches, **options)
 
     def gpipe(self, **options: Any) -> nn.Module:
         """The plan in one process, with a worker for each stage. Only the GPipe schedule runs there."""
@@ -221,10 +223,8 @@ def _on_cluster(
     if samples < least:
         raise PartitionError(f"batch={samples} is less than the {least} samples that the model needs")
     layers = _layers(captured, tensors, sorted({least, example}), schedules)
-    space = Space(
-        layers.line, cluster, samples, least, most, schedules, microbatches, replicas, WEIGHT_COPIES
-    )
-    return layers.choice(search(space))
+    allowed = Allowed(least, most, schedules, microbatches, replicas)
+    return layers.choice(search(Space(layers.line, cluster, samples, allowed, WEIGHT_COPIES)))
 
 
 def _on_devices(
@@ -249,18 +249,13 @@ def _on_devices(
     if any(m > 1 for m in counts):
         captured.signature.check_divisible()
     layers = _layers(captured, tensors, sorted({batch // m for m in counts}), schedules)
-    allowed = range(1, len(layers.line))
 
     def cut(weights: Any, stages: int) -> list[int]:
-        return choose_cuts(weights.tolist(), layers.prices, allowed, stages, slack=slack)
+        places = range(1, len(layers.line))
+        return choose_cuts(weights.tolist(), layers.prices, places, stages, slack=slack)
 
-    space = Space(
-        layers.line,
-        *(cluster, batch, least, most, schedules, counts, [1], WEIGHT_COPIES),
-        ranks=cluster.devices,
-        cut=cut,
-    )
-    tried = every_candidate(space)
+    allowed = Allowed(least, most, schedules, counts, replicas=[1], ranks=cluster.devices)
+    tried = every_candidate(Space(layers.line, cluster, batch, allowed, WEIGHT_COPIES, cut))
     if not tried:
         raise PartitionError(f"no schedule of {list(schedules)} runs {counts} micro-batches here")
     fitting = [c for c in tried if memory is None or c.memory <= memory]

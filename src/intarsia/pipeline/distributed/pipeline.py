@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError, PipelineError
@@ -31,13 +29,11 @@ from intarsia.pipeline.distributed.borders import (
 )
 from intarsia.pipeline.distributed.loss import (
     NO_TARGET,
-    Loss,
-    LossWeight,
     MicrobatchLoss,
-    Reduction,
     own_scale,
     share_overflow,
 )
+from intarsia.pipeline.distributed.options import DistributedKeywords, DistributedOptions
 from intarsia.pipeline.distributed.placement import (
     check_agreement,
     connect,
@@ -55,7 +51,7 @@ from intarsia.pipeline.distributed.placement import (
 from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weights_of
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
-from intarsia.pipeline.distributed.sharded import Plan, check_plan, parallelize_stages, shard_stages
+from intarsia.pipeline.distributed.sharded import check_plan, parallelize_stages, shard_stages
 from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
@@ -67,7 +63,6 @@ from intarsia.pipeline.stages.signature import CallSignature
 from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.statistics import defer_statistics
 from intarsia.pipeline.stages.tied import TiedGradients
-from intarsia.pipeline.stages.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -91,29 +86,7 @@ class DistributedPipeline(RankStages):
         stages: the result of `split`, with the same cuts on every rank.
         schedule: a schedule of torch (GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...) or of `define_schedule`.
         n_microbatches: the number of parts of a batch. The last part may be shorter.
-        loss_fn: called with the model's answer and the target of a micro-batch.
-        loss_weight: a function from the target of a micro-batch to the number of elements (such as tokens)
-            that its loss averages over, or "equal". See `MicrobatchLoss` for losses that do not need it.
-        reduction: whether the loss of a batch is the mean or the sum over its micro-batches.
-        check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
-        deferred_batch_norm: whether the running statistics of batch norms are those of the whole batch. By
-            default, every micro-batch changes them. Each micro-batch is normalized by its own statistics.
-        checkpoint: what is computed again in the backward pass: True for all stages, numbers of stages, or
-            names or patterns of modules (`"h.*.mlp"`).
-        scaler: a `torch.amp.GradScaler` on each rank; None on a rank whose stages are all frozen. If the
-            gradients of a rank overflow, all scalers skip the step.
-        target_axis: the batch dimension of the target.
-        device: the device of this rank's stages.
-        group: the process group of the pipeline's ranks.
-        mesh: a `DeviceMesh` of ("data", "pipeline"), instead of a group. Each row is a replica with its own
-            batch (`shard`). Gradients and loss are those of all batches together. A dimension "shard" shards
-            stages by `fully_shard`. Ranks along a dimension "tensor" step over the same batch.
-        tensor_plan: for a dimension "tensor", a plan of `torch.distributed.tensor.parallel`, by names of
-            modules of the model. The stages must be cut along modules (`split(..., way="modules")`).
-        seed: the seed of all random numbers, together with the numbers of step and micro-batch. By default,
-            `torch.initial_seed()` of the first rank. Checkpoints contain `seed` and `steps`.
-        weights: a safetensors file, a folder of shards, or a checkpoint of `save`. This rank reads only its
-            own stages. `Weights(path, ...)` has options. Stages on the meta device need it.
+        options: those of `DistributedOptions`, by name (`loss_fn`, `checkpoint`, `mesh`, ...).
     """
 
     def __init__(
@@ -121,22 +94,9 @@ class DistributedPipeline(RankStages):
         stages: StageSequence,
         schedule: str = "1F1B",
         n_microbatches: int = 8,
-        *,
-        loss_fn: Loss | None = None,
-        loss_weight: LossWeight | None = None,
-        reduction: Reduction = "mean",
-        check_loss: bool = True,
-        deferred_batch_norm: bool = False,
-        checkpoint: bool | Collection[int | str] = False,
-        scaler: torch.amp.GradScaler | None = None,
-        target_axis: int = 0,
-        device: torch.device | str | None = None,
-        group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        tensor_plan: Plan | None = None,
-        seed: int | None = None,
-        weights: str | Path | Weights | None = None,
+        **options: Unpack[DistributedKeywords],
     ) -> None:
+        chosen = DistributedOptions.of(**options)
         if not dist.is_initialized():
             raise PartitionError(
                 "no process group: run under torchrun and call torch.distributed.init_process_group first"
@@ -147,15 +107,13 @@ class DistributedPipeline(RankStages):
         self.n_microbatches: int = n_microbatches
         if n_microbatches > 1:
             self.signature.check_divisible()
-        self.loss: MicrobatchLoss | None = (
-            None if loss_fn is None else MicrobatchLoss(loss_fn, loss_weight, reduction, check_loss)
-        )
-        self.checkpoint: frozenset[int] = recomputed_stages(checkpoint, stages)
-        if self.loss is not None and loss_weight is None and n_microbatches > 1:
+        self.loss: MicrobatchLoss | None = chosen.loss
+        self.checkpoint: frozenset[int] = recomputed_stages(chosen.checkpoint, stages)
+        if self.loss is not None and chosen.loss_weight is None and n_microbatches > 1:
             refuse_mean_inside(stages)
-        world = World(group, mesh)
-        check_plan(stages, world.tensor, tensor_plan)
-        self.device: torch.device = torch.device(device) if device is not None else default_device()
+        world = World(chosen.group, chosen.mesh)
+        check_plan(stages, world.tensor, chosen.tensor_plan)
+        self.device: torch.device = default_device() if chosen.device is None else torch.device(chosen.device)
         self.schedule_class: Any = schedule_class(schedule)
         self.stage_ranks: list[int] = stage_ranks(len(stages), world.size, self.schedule_class)
         definition = find_schedule(schedule)
@@ -168,11 +126,11 @@ class DistributedPipeline(RankStages):
         for stage in self._stages:
             if isinstance(stage, Stage):
                 stage.retarget(self.device)  # those of other ranks run on fake tensors
-        refuse_compiled(stages, loss_fn is not None)
+        refuse_compiled(stages, self.loss is not None)
         self._borders: Borders = [border_specs(s) for s in stages]
         refuse_shared_statistics(stages, self.stage_ranks)
         held = [i for i, rank in enumerate(self.stage_ranks) if rank == world.rank]
-        source = weights_of(weights)
+        source = weights_of(chosen.weights)
         if source is None:
             stages.check_memory()
         else:
@@ -181,27 +139,34 @@ class DistributedPipeline(RankStages):
         super().__init__(parts, stages, self.stage_ranks, world, self.device)
         if source is not None and is_checkpoint(source.path):
             self.load(source.path)
-        self.seed: int = world.agreed_seed(seed)
+        self.seed: int = world.agreed_seed(chosen.seed)
         self.steps: int = 0
         self._inferences = 0
-        self._deferred = defer_statistics(parts.values(), deferred_batch_norm)
+        self._deferred = defer_statistics(parts.values(), chosen.deferred_batch_norm)
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
         world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
         if world.shard is not None:
-            if scaler is not None:
+            if chosen.scaler is not None:
                 raise PartitionError("a scaler beside a mesh that shards stages is not handled; use bfloat16")
             shard_stages(parts, stages, world.shard)
-        if world.tensor is not None and tensor_plan is not None:
-            if scaler is not None:
+        if world.tensor is not None and chosen.tensor_plan is not None:
+            if chosen.scaler is not None:
                 raise PartitionError("a scaler beside tensor_plan= is not handled; use bfloat16")
-            parallelize_stages(parts, world.tensor, tensor_plan)
+            parallelize_stages(parts, world.tensor, chosen.tensor_plan)
         self._statistics = [b for s in parts.values() if writes_buffers(s) for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
         self._terms = Terms(
-            self.signature, world, n_microbatches, self.device, first, last, target_axis, why_whole(stages)
+            self.signature,
+            world,
+            n_microbatches,
+            self.device,
+            first,
+            last,
+            chosen.target_axis,
+            why_whole(stages),
         )
-        self.scaler = scaler
+        self.scaler: torch.amp.GradScaler | None = chosen.scaler
         self._unused = UnusedParameters(self._stages)
         self._sizes: list[int] = []  # of the micro-batches of this step
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from intarsia.pipeline.distributed.borders import Borders
 from intarsia.pipeline.distributed.placement import is_folded
 from intarsia.pipeline.distributed.sharded import is_sharded
-from intarsia.pipeline.distributed.wire import WiredStage, wire_spec
+from intarsia.pipeline.distributed.wire import WiredStage, Wiring, wire_spec
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, using_key
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.tracing import traced
@@ -121,17 +121,8 @@ def _pipeline_stage(plan: RunPlan, i: int, lengths: Mapping[str, int], run: Sche
     count = len(plan.borders)
     first, last = i == 0, i == count - 1
     axes = [plan.axis(s) if first else 0 for s in takes]  # type: ignore[arg-type]
-    wired = WiredStage(
-        plan.parts[i],
-        takes,  # type: ignore[arg-type]
-        gives,  # type: ignore[arg-type]
-        axes,
-        lengths,
-        first=first,
-        last=last,
-        recompute=i in plan.recompute,
-        used=run.used,
-    )
+    wiring = Wiring(takes, gives, axes, lengths, first, last)  # type: ignore[arg-type]
+    wired = WiredStage(plan.parts[i], wiring, recompute=i in plan.recompute, used=run.used)
     inputs = [
         _plain(s, lengths, a) if first else wire_spec(s, lengths) for s, a in zip(takes, axes, strict=True)
     ]

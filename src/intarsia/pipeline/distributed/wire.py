@@ -9,6 +9,7 @@ are kept: whole numbers cross as floats of the same width, and no arithmetic tou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,6 +111,18 @@ class _Exit(torch.autograd.Function):
         return (None, *back)
 
 
+@dataclass(frozen=True)
+class Wiring:
+    """What a stage takes and gives at its two borders, for micro-batches of some lengths."""
+
+    takes: Sequence[TensorSpec]
+    gives: Sequence[TensorSpec]
+    axes: Sequence[int | None]  # of what it takes: where the batch is; None for what is never divided
+    lengths: Mapping[str, int]
+    first: bool
+    last: bool
+
+
 class WiredStage(nn.Module):
     """A stage between wires: the first takes plain tensors, the last gives them.
 
@@ -117,36 +130,22 @@ class WiredStage(nn.Module):
     With `recompute` only the input of a micro-batch is kept, and the stage runs again in its backward pass.
     """
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        takes: Sequence[TensorSpec],
-        gives: Sequence[TensorSpec],
-        axes: Sequence[int | None],
-        lengths: Mapping[str, int],
-        *,
-        first: bool,
-        last: bool,
-        recompute: bool,
-        used: set[int],
-    ) -> None:
+    def __init__(self, stage: nn.Module, wiring: Wiring, *, recompute: bool, used: set[int]) -> None:
         super().__init__()
         self.stage = stage
-        self.dtypes: tuple[Any, ...] = tuple(t.dtype for t in takes)
+        self.wiring = wiring
+        self.dtypes: tuple[Any, ...] = tuple(t.dtype for t in wiring.takes)
         self.gives: tuple[tuple[TensorSpec, tuple[int, ...]], ...] = tuple(
-            (spec, spec.sizes(lengths)) for spec in gives
+            (spec, spec.sizes(wiring.lengths)) for spec in wiring.gives
         )
-        # Inputs have the batch in front; those that every micro-batch gets in full, a dimension more.
-        self.axes: tuple[int | None, ...] = tuple(axes)
-        self.first: bool = first
-        self.last: bool = last
         self.recompute: bool = recompute
         self.used = used  # gets the numbers of the last stage's outputs that are given a gradient
 
     def forward(self, *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The next border's wires from this one's."""
-        if self.first:
-            pairs = zip(wires, self.axes, strict=True)
+        if self.wiring.first:
+            # Inputs have the batch in front; those that every micro-batch gets in full, a dimension more.
+            pairs = zip(wires, self.wiring.axes, strict=True)
             values = tuple(w[0] if axis is None else w.movedim(0, axis) for w, axis in pairs)
         else:
             values = _Enter.apply(self.dtypes, *wires)  # type: ignore[no-untyped-call]
@@ -157,7 +156,7 @@ class WiredStage(nn.Module):
                     f"{spec.name} is {output.dtype} of shape {tuple(output.shape)}, but the ranks agreed on"
                     f" {spec.dtype} of shape {shape}"
                 )
-        if self.last:
+        if self.wiring.last:
             # Fresh aliases: the runtime detaches the outputs in place, and one of them may be an input.
             return tuple(_Alias.apply(o, i, self.used) for i, o in enumerate(outputs))  # type: ignore[no-untyped-call]
         anchor = torch.zeros((), device=outputs[0].device, requires_grad=torch.is_grad_enabled())
@@ -166,7 +165,7 @@ class WiredStage(nn.Module):
     def empty_outputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Zeros in the form of the outputs, for a step that failed here and must still run to its end."""
         zeros = [torch.zeros(shape, dtype=spec.dtype, device=device) for spec, shape in self.gives]
-        if self.last:
+        if self.wiring.last:
             ones = [z.reshape(1) if z.ndim == 0 else z for z in zeros]
             return tuple(z.requires_grad_(z.is_floating_point() and torch.is_grad_enabled()) for z in ones)
         anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())

@@ -12,12 +12,9 @@ from torch import Tensor, nn
 
 from intarsia.pipeline.gpipe import microbatch
 from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
-from intarsia.pipeline.gpipe.effects import StageEffects
 from intarsia.pipeline.gpipe.keyed_random import call_layer
-from intarsia.pipeline.gpipe.pipeline import Pipeline
-from intarsia.pipeline.gpipe.skip.skippable import inspect_skip_layout, verify_skippables
-from intarsia.pipeline.gpipe.stream import AbstractStream, new_stream
-from intarsia.pipeline.gpipe.worker import StageThreads
+from intarsia.pipeline.gpipe.pipeline import Pipeline, StageResources
+from intarsia.pipeline.gpipe.skip.skippable import verify_skippables
 
 _STAGED = re.compile(r"partitions\.\d+\.(.+)")
 
@@ -193,10 +190,7 @@ class GPipe(nn.Module):
         self.concurrent_backward = concurrent_backward
         self.train(module.training)
         verify_splitting(self.partitions, self.devices)
-        self._skip_layout = inspect_skip_layout(cast(Iterable[nn.Sequential], self.partitions))
-        self._effects = [StageEffects() for _ in self.balance]
-        self._threads = StageThreads(len(self.balance))
-        self._copy_streams: list[list[AbstractStream]] = []
+        self._resources = StageResources(cast(Iterable[nn.Sequential], self.partitions), self.devices)
         self.register_load_state_dict_pre_hook(fit_state_dict)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
@@ -266,28 +260,12 @@ class GPipe(nn.Module):
         pipeline = Pipeline(
             batches,
             cast(Iterable[nn.Sequential], self.partitions),
-            self.devices,
-            self._ensure_copy_streams(count),
-            self._skip_layout,
-            stop if self.training else 0,
-            self._effects,
-            self.concurrent_backward,
-            self._threads,
+            self._resources,
+            checkpoint_stop=stop if self.training else 0,
+            concurrent_backward=self.concurrent_backward,
         )
         pipeline.run()
         return microbatch.gather(batches)
-
-    def _ensure_copy_streams(self, count: int) -> list[list[AbstractStream]]:
-        """A copy stream for every stage and micro-batch, made once."""
-        if len(self._copy_streams) != len(self.devices):
-            self._copy_streams = [[] for _ in self.devices]
-        for device, streams in zip(self.devices, self._copy_streams, strict=True):
-            streams.extend(new_stream(device) for _ in range(count - len(streams)))
-        return self._copy_streams
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Streams belong to this process, and effects name the modules of this copy.
-        return dict(self.__dict__, _copy_streams=[], _effects=[StageEffects() for _ in self.balance])
 
 
 def _device(device: Device) -> torch.device:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -115,6 +115,31 @@ class Progress:
         return min(self.failures, key=lambda f: (f.task.micro_batch + f.task.stage, f.task.stage))
 
 
+class StageResources:
+    """What stages keep between mini-batches: devices, threads, streams, and the effects that were seen."""
+
+    def __init__(
+        self, partitions: Iterable[nn.Sequential], devices: Sequence[torch.device] | None = None
+    ) -> None:
+        partitions = list(partitions)
+        self.devices: list[torch.device] = list(devices or [torch.device("cpu")] * len(partitions))
+        self.skip_layout: SkipLayout = inspect_skip_layout(partitions)
+        self.effects: list[StageEffects] = [StageEffects() for _ in partitions]
+        self.threads = StageThreads(len(partitions))
+        self._copy_streams: list[list[AbstractStream]] = [[] for _ in partitions]
+
+    def copy_streams(self, count: int) -> list[list[AbstractStream]]:
+        """A copy stream for every stage and micro-batch, created once."""
+        for device, streams in zip(self.devices, self._copy_streams, strict=True):
+            streams.extend(new_stream(device) for _ in range(count - len(streams)))
+        return self._copy_streams
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Streams belong to this process, and effects name the modules of this copy.
+        fresh = [StageEffects() for _ in self.effects]
+        return dict(self.__dict__, _copy_streams=[[] for _ in self.devices], effects=fresh)
+
+
 class Pipeline:
     """Runs micro-batches through stages; afterwards `batches` holds the outputs.
 
@@ -129,28 +154,20 @@ class Pipeline:
         self,
         batches: list[Batch],
         partitions: Iterable[nn.Sequential],
-        devices: list[torch.device] | None = None,
-        copy_streams: list[list[AbstractStream]] | None = None,
-        skip_layout: SkipLayout | None = None,
+        resources: StageResources | None = None,
+        *,
         checkpoint_stop: int = 0,
-        effects: list[StageEffects] | None = None,
         concurrent_backward: bool | None = None,
-        threads: StageThreads | None = None,
     ) -> None:
         self.batches = batches
         self.partitions: list[nn.Sequential] = list(partitions)
-        count = len(self.partitions)
-        self.devices: list[torch.device] = devices or [torch.device("cpu")] * count
-        self.copy_streams: list[list[AbstractStream]] = copy_streams or [
-            [new_stream(d) for _ in batches] for d in self.devices
-        ]
-        self.skip_layout: SkipLayout = skip_layout or inspect_skip_layout(self.partitions)
+        self.resources: StageResources = resources or StageResources(self.partitions)
+        self.devices: list[torch.device] = self.resources.devices
+        self.copy_streams: list[list[AbstractStream]] = self.resources.copy_streams(len(batches))
         self.checkpoint_stop = checkpoint_stop
         self.concurrent_backward: bool = (
             checkpoint_stop > 0 if concurrent_backward is None else concurrent_backward
         )
-        self.effects: list[StageEffects] = effects or [StageEffects() for _ in range(count)]
-        self.threads: StageThreads = threads or StageThreads(count)
 
     def run(self) -> None:
         """Run; an exception of any stage is raised here, with the stage and the micro-batch noted."""
@@ -161,7 +178,7 @@ class Pipeline:
             refuse_parameter_hooks(p for own in self._parameters for p in own)
         self._key: RandomKey
         self._streams = [current_stream(device) for device in self.devices]
-        self._skip_trackers = [SkipTrackerThroughPortals(self.skip_layout) for _ in range(m)]
+        self._skip_trackers = [SkipTrackerThroughPortals(self.resources.skip_layout) for _ in range(m)]
         self._checkpoints: dict[int, Checkpointing] = {}
         self._backward_threads: BackwardThreads | None = None
         self._barrier: Tensor | None = None
@@ -199,7 +216,7 @@ class Pipeline:
             )
         m, n = len(self.batches), len(self.partitions)
         if self._concurrent():
-            self._backward_threads = BackwardThreads(self.threads)
+            self._backward_threads = BackwardThreads(self.resources.threads)
             self._barrier = insert_barrier(self._backward_threads, self.batches)
         progress = Progress(m, self._keeps())
         inbox: SimpleQueue[TaskResult | None] = SimpleQueue()
@@ -221,8 +238,11 @@ class Pipeline:
 
         # On the CPU a worker goes on by itself. CUDA streams are a thread's own: there the caller does it.
         alone = all(device.type != "cuda" for device in self.devices)
-        report = advance if alone else inbox.put
-        with shared_cores(self.devices) as prepare, lend_workers(self.threads, report, prepare) as hand_out:
+        report, threads = advance if alone else inbox.put, self.resources.threads
+        with (
+            shared_cores(self.devices) as prepare,
+            lend_workers(threads, report, prepare) as hand_out,
+        ):
             try:
                 advance()
                 while not progress.over:
@@ -236,7 +256,7 @@ class Pipeline:
 
     def _forget_effects(self) -> None:
         """Observe all stages again: one drew what it had not drawn before, or other code did."""
-        for stage, effects in zip(self.partitions, self.effects, strict=True):
+        for stage, effects in zip(self.partitions, self.resources.effects, strict=True):
             effects.reset()
             forget_layers(list(stage.children()))
         warnings.warn(
@@ -265,7 +285,7 @@ class Pipeline:
         run = StageRun(
             self.partitions[j],
             device,
-            self.effects[j],
+            self.resources.effects[j],
             self._skip_trackers[i],
             (i, j),
             self._key,
@@ -294,7 +314,7 @@ class Pipeline:
         position = batch.carrier
         if j in self._phonies and position is not None:
             batch[position] = join(batch[position], self._phonies.pop(j))
-        for source, ns, name in self.skip_layout.copy_policy(j):
+        for source, ns, name in self.resources.skip_layout.copy_policy(j):
             if self._crosses(source, j):
                 streams = self.copy_streams[source][i], self.copy_streams[j][i]
                 self._skip_trackers[i].copy(batch, *streams, ns, name)
@@ -325,7 +345,7 @@ class Pipeline:
 
     def _leaves(self, source: int) -> bool:
         """Whether anything of a stage goes to another device: its output, or a skip."""
-        routes = self.skip_layout.by_ns_name.values()
+        routes = self.resources.skip_layout.by_ns_name.values()
         return self._crosses(source, source + 1) or any(
             a == source and self._crosses(a, b) for a, b in routes
         )

@@ -147,7 +147,7 @@ def _simulated(space: Space, cut: _Cut, best: float = np.inf) -> Candidate | Non
 def _groups(space: Space) -> Iterator[tuple[Layout, Whole]]:
     """All layouts: those that differ in the ranks alone together, with their numbers of ranks."""
     for replicas, m, samples in space.divisions():
-        for name in space.schedules:
+        for name in space.allowed.schedules:
             counts = space.rank_counts(name, replicas, m)
             for recompute in (False, True) if len(counts) else ():
                 yield Layout(name, 0, SCHEDULES[name].per_rank, replicas, m, samples, recompute), counts
@@ -169,8 +169,8 @@ def _bounded(space: Space) -> tuple[list[Layout], Whole, Whole, Vector]:
 def _nothing(space: Space, any_layout: bool) -> str:
     if not any_layout:
         return (
-            f"a batch of {space.batch} cannot be divided into micro-batches of {space.least} or more samples"
-            f" for the schedules {list(space.schedules)}"
+            f"a batch of {space.batch} cannot be divided into micro-batches of {space.allowed.least} or more"
+            f" samples for the schedules {list(space.allowed.schedules)}"
         )
     total = float(space.line.weights.sum()) * space.weight_copies
     return (

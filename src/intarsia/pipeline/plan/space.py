@@ -154,6 +154,18 @@ class Layout:
         return self.definition.splits_backward and not self.checkpoint
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """Which layouts a search may choose; None allows all."""
+
+    least: int = 1  # samples of a micro-batch, at least
+    most: int | None = None  # and at most
+    schedules: Sequence[str] = field(default_factory=lambda: tuple(SCHEDULES))
+    microbatches: Sequence[int] | None = None
+    replicas: Sequence[int] | None = None
+    ranks: int | None = None  # so many and no other number
+
+
 @dataclass
 class Space:
     """What is searched: a line of layers, a cluster, a batch, and which layouts may be."""
@@ -161,27 +173,23 @@ class Space:
     line: LayerLine
     cluster: Cluster
     batch: int
-    least: int = 1  # samples of a micro-batch, at least
-    most: int | None = None  # and at most
-    schedules: Sequence[str] = field(default_factory=lambda: tuple(SCHEDULES))
-    microbatches: Sequence[int] | None = None
-    replicas: Sequence[int] | None = None
+    allowed: Allowed = field(default_factory=Allowed)
     weight_copies: int = 4
-    ranks: int | None = None  # so many and no other number
     cut: Callable[[Vector, int], Sequence[int]] | None = None  # from the weights of layers, and stages
-    _cuts: dict[tuple[int, int, bool], tuple[int, ...]] = field(default_factory=dict)
-    _ranks: dict[tuple[str, int, int], Whole] = field(default_factory=dict)
+    _cuts: dict[tuple[int, int, bool], tuple[int, ...]] = field(init=False, default_factory=dict)
+    _ranks: dict[tuple[str, int, int], Whole] = field(init=False, default_factory=dict)
 
     def divisions(self) -> Iterator[tuple[int, int, int]]:
         """Every (replicas, micro-batches, samples) that divides the batch."""
+        allowed = self.allowed
         for replicas in divisors(self.batch):
-            if replicas > self.cluster.devices or (self.replicas and replicas not in self.replicas):
+            if replicas > self.cluster.devices or (allowed.replicas and replicas not in allowed.replicas):
                 continue
             share = self.batch // replicas
             for samples in divisors(share):
                 m = share // samples
-                if self.least <= samples <= (self.most or samples) and (
-                    self.microbatches is None or m in self.microbatches
+                if allowed.least <= samples <= (allowed.most or samples) and (
+                    allowed.microbatches is None or m in allowed.microbatches
                 ):
                     yield replicas, m, samples
 
@@ -193,11 +201,11 @@ class Space:
         if key not in self._ranks:
             # On one rank nothing is hidden behind anything: the plain order does.
             least = 2 if definition.interleaved or definition.splits_backward else 1
-            numbers = range(least, most + 1) if self.ranks is None else range(self.ranks, self.ranks + 1)
+            only = self.allowed.ranks
             right = [
                 p
-                for p in numbers
-                if least <= p <= most
+                for p in range(least, most + 1)
+                if only in (None, p)
                 and (m % p == 0 or not definition.divides)
                 and definition.refusal(p, m) is None
             ]
