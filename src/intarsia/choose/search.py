@@ -132,8 +132,8 @@ class Search:
         is_long = self.measured.budget_s is None and not is_quick(names, self.trials, _ROUNDS)
         self._race(names, final=True, rounds=SURE_ROUNDS if is_long else _ROUNDS, share=0.2)
         kept = self.trials[self._decide()]
-        standing = [self.trials[name] for name in self.built if not self._is_far(name)]
-        again = [trial.name for trial in standing if trial.final or trial.quickest < kept.median]
+        standing = [trial for trial in self.trials.values() if trial.name in self.built]
+        again = [trial.name for trial in standing if trial.final or self._may_beat(trial, kept)]
         if all(self.trials[name].final for name in again):
             again = [kept.name, *(t.name for t in standing if t.final and t.median * _AHEAD < kept.median)]
         if len(again) > 1 and self._fits_a_race(again):
@@ -165,7 +165,7 @@ class Search:
         blocks = self._affordable_blocks(len(quick))
         if len(quick) < 2 or blocks is None:
             return []
-        # In a network of equal layers, an engine that is behind is so in each of them. Measuring blocks was 5 of
+        # In a network of equal layers, an engine that is behind is so in each of them. Blocks were 5 of
         # the 25 s of CPU time that BERT with sizes that vary was compiled for.
         if self.measured.budget_s is None and blocks.is_repetitive:
             quick = [engine for engine in quick if engine.name not in self._behind]
@@ -390,9 +390,10 @@ class Search:
         limit = min(ranked[0].seconds) * times
         return [trial.name for trial in ranked if min(trial.seconds) <= limit]
 
-    def _is_far(self, name: str) -> bool:
-        quickest = min(trial.quickest for trial in self.trials.values())
-        return name in self.trials and self.trials[name].quickest > _FAR * quickest
+    def _may_beat(self, trial: Trial, kept: Trial) -> bool:
+        """Whether a plan that was let go seems faster, and is not far behind the quickest round of all."""
+        best = min(other.quickest for other in self.trials.values())
+        return trial.quickest < min(kept.median, _FAR * best)
 
     def _no_room(self) -> str | None:
         """Why another plan may not fit into memory, after the programs of plans far behind were let go.
