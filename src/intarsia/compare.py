@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.plain_tensors import is_traceable_subclass, plain_tensors, slices_of
 
-ROUNDINGS = 4  # an element may always be off by so many of its own roundings
+ROUNDINGS = 4  # an element may always be off by this many roundings of its own dtype
 # Values of one magnitude may be off by so many roundings of float32 (of float64) each: the worst of six
 # million logits of GPT-2 is off by 79 on OpenVINO. Most answers are right by this, without a run in float64.
 _ALIKE = 128

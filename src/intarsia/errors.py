@@ -106,11 +106,11 @@ def check_option_names(names: Iterable[str], known: Iterable[str], function: str
     >>> check_option_names(["sed"], ["seed", "mesh"], "distributed")
     Traceback (most recent call last):
     ...
-    intarsia.errors.OptionError: distributed has no option 'sed'; near is 'seed'
+    intarsia.errors.OptionError: distributed has no option 'sed'; did you mean 'seed'?
     """
     known = list(known)
     for name in names:
         if name not in known:
             near = get_close_matches(str(name), known, n=1, cutoff=0.4)
-            hint = f"near is {near[0]!r}" if near else f"known are {', '.join(known)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise OptionError(f"{function} has no option {name!r}; {hint}")

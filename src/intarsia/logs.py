@@ -1,4 +1,4 @@
-"""What a compile tells while it runs: `logging.getLogger("intarsia")`, and a line on a terminal."""
+"""Progress of a compile: `logging.getLogger("intarsia")`, and a line on a terminal."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class CompileOptions:
         >>> CompileOptions.checked({"engine": "openvino"}, "tune")
         Traceback (most recent call last):
         ...
-        intarsia.errors.OptionError: tune has no option 'engine'; near is 'engines'
+        intarsia.errors.OptionError: tune has no option 'engine'; did you mean 'engines'?
         """
         for name in choices:
             if name in (*CALL_ARGUMENTS, *preset):

@@ -1,4 +1,4 @@
-"""Tensors taken apart: the plain tensors that a subclass, a sparse or a jagged tensor consists of; slices.
+"""Tensors decomposed: the plain tensors that a subclass, a sparse or a jagged tensor consists of; slices.
 
 A slice of a large tensor stays in a cache. Logits are millions of numbers: comparing them as float64 with a
 dozen temporaries took a third of compiling GPT-2.
@@ -60,12 +60,12 @@ def named_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Te
 
 
 def plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict with every tensor taken apart."""
+    """A state dict with every tensor decomposed."""
     return {part: plain for name, tensor in state.items() for part, plain in named_parts(name, tensor)}
 
 
 def is_traceable_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass that can be taken apart by torch's protocol."""
+    """Whether a tensor is of a subclass that can be decomposed by torch's protocol."""
     return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
 
 

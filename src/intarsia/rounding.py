@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from intarsia.plain_tensors import slices_of
 
 _STEP = 4  # roundings by which values are moved in further runs
-_TF32 = 2.0**-11  # the rounding of an operand: a float32 is cut to 10 bits behind the point
+_TF32 = 2.0**-11  # the rounding of an operand: a float32 is cut to 10 bits after the point
 _WIDE = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,

@@ -41,10 +41,10 @@ def race(
     known_s: Mapping[str, float] | None = None,
     is_decided: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
 ) -> dict[str, Timing]:
-    """Time peers in turn, round by round and each round in another order: noise meets all alike.
+    """Time peers in turn, round by round and each round in another order: noise affects all peers equally.
 
     A round that `budget_s` has no more time for does not begin, but for the first `least` ones, and the first
-    three where a round takes less than a second: one hiccup of the machine must not decide.
+    three where a round takes less than a second: so that one disturbance of the machine does not decide.
     Fast calls are repeated within a round until they take about 2 ms, so that the clock does not show.
     With `pause_s` every turn begins with a rest: threads of the peer before may spin on for a while.
     Who takes `drop` times as long as the quickest, by quickest rounds and in most rounds, leaves the race
@@ -63,7 +63,7 @@ def race(
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     behind = dict.fromkeys(peers, 0)  # in how many rounds
     dice = random.Random(0)
-    for name in peers:  # ahead of the rounds, so that those tell what a further one takes
+    for name in peers:  # ahead of the rounds, so that those show the time of a further round
         with _leaving(name, calls, seconds, failed):
             is_known = (known_s or {}).get(name, 0.0) > _LONG_S
             repeats[name], first_s[name] = (1, 0.0) if is_known else _repeats(calls[name], warmup)

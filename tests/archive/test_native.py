@@ -65,7 +65,7 @@ def test_nobody_runs_a_package_without_asking(saved: tuple[Path, torch.Tensor], 
     path, expected = saved
     loaded = intarsia.load(path)
     assert built == ["build"]
-    assert any("not asked for" in note for note in loaded.notes)
+    assert any("not trusted" in note for note in loaded.notes)
     assert torch.allclose(loaded(X), expected, atol=1e-6)
 
 
@@ -121,7 +121,7 @@ def test_a_file_that_claims_machine_code_runs_none_unasked(tmp_path: Path) -> No
     (tmp_path / "forged").write_bytes(sealed((tmp_path / "m").read_bytes(), edit))
     plain = intarsia.load(tmp_path / "forged")
     assert plain.plan.engines == ("inductor",)
-    assert any("not asked for" in note for note in plain.notes)
+    assert any("not trusted" in note for note in plain.notes)
     with pytest.warns(UserWarning, match="AOTInductor refuses its package"):
         trusted = intarsia.load(tmp_path / "forged", trust_native_code=True)
     assert torch.equal(plain(X), X.relu())

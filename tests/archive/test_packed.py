@@ -88,7 +88,7 @@ def test_a_blob_that_its_engine_refuses_is_rebuilt_and_told(
     (tmp_path / "forged").write_bytes(sealed(path.read_bytes(), swap))
     loaded = intarsia.load(tmp_path / "forged")
     assert torch.equal(loaded(X), expected)
-    assert any("built anew" in note for note in loaded.notes)
+    assert any("built again" in note for note in loaded.notes)
 
 
 def test_a_loaded_module_is_saved_and_guarded_like_the_first(
@@ -205,7 +205,7 @@ def test_a_packed_model_that_names_files_is_not_given_to_onnxruntime(tmp_path: P
     (tmp_path / "secret").write_bytes(bytes(1200))
     (tmp_path / "forged").write_bytes(sealed((tmp_path / "m").read_bytes(), edit))
     loaded = intarsia.load(tmp_path / "forged")
-    assert any("names files" in note for note in loaded.notes)
+    assert any("refers to other files" in note for note in loaded.notes)
     assert torch.equal(loaded(X), fast(X))
 
 
@@ -222,7 +222,7 @@ def test_a_file_that_is_replaced_while_it_is_loaded_is_refused(
         return old(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ENGINES[name], "unpack", unpack)
-    with pytest.raises(ArchiveError, match="it was replaced or removed while it was loaded"):
+    with pytest.raises(ArchiveError, match="it was replaced or removed during loading"):
         intarsia.load(path)
 
 

@@ -226,7 +226,7 @@ def test_an_engine_that_is_missing_here_is_told(archive: bytes) -> None:
         )
         manifest["programs"]["model"]["inlay"]["pieces"][0]["engine"] = "elsewhere"
 
-    with pytest.warns(UserWarning, match="elsewhere: there is no such engine here"):
+    with pytest.warns(UserWarning, match="elsewhere: there is no such engine on this machine"):
         loaded = load_bytes(sealed(archive, rename))
     assert loaded.plan.engines == ("pytorch",)
     assert torch.allclose(loaded(X), load_bytes(archive)(X), atol=1e-6)

@@ -111,7 +111,7 @@ def test_engines_of_the_users_own_choice(tmp_path: Any) -> None:
     mine = intarsia.load(tmp_path / "m", engines=intarsia.PyTorch())
     assert mine.plan.engines == ("pytorch",)
     assert torch.allclose(mine(*args), fast(*args), atol=1e-5)
-    assert any("not among the engines given" in note for note in mine.notes)
+    assert any("not among the engines that were passed" in note for note in mine.notes)
     one = intarsia.load(tmp_path / "m", engines=[intarsia.OpenVINO(threads=1), "onnxruntime"])
     assert one.plan.engines == fast.plan.engines
     assert torch.allclose(one(*args), fast(*args), atol=1e-5)

@@ -313,7 +313,7 @@ def test_a_name_of_one_graph_is_a_note_in_the_others() -> None:
 @pytest.mark.parametrize(
     ("rest", "told"),
     [
-        ({"options": {"engine": "openvino"}}, "has no option 'engine'; near is 'engines'"),
+        ({"options": {"engine": "openvino"}}, "has no option 'engine'; did you mean 'engines'"),
         ({"options": {"dynamic_shapes": {}}}, "'dynamic_shapes' comes from Dynamo"),
         ({"mode": "max-autotune"}, "mode='max-autotune' is a setting of TorchInductor"),
         ({"options": {"engines": ["openvin"]}}, "openvin"),

@@ -101,8 +101,8 @@ def _lies_about_shape(ctx: ConversionContext, self: Tensor) -> Tensor:
     ("function", "reason"),
     [
         (_raises, "the converter _raises failed: ZeroDivisionError: an author's mistake"),
-        (_lies_about_dtype, "the converter made INT64 where torch makes FLOAT"),
-        (_lies_about_shape, "the converter made 1 dimensions where torch makes 2"),
+        (_lies_about_dtype, "the converter returned INT64 where torch returns FLOAT"),
+        (_lies_about_shape, "the converter returned 1 dimensions where torch returns 2"),
     ],
 )
 def test_a_bad_converter_costs_its_node_only(function: Callable[..., Any], reason: str) -> None:

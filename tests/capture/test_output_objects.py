@@ -213,7 +213,7 @@ def test_objects_in_two_places_and_other_numbers_are_left_to_the_model(make: typ
     fast = intarsia.compile(make(), (x,), verify=False)
     assert not isinstance(fast, Compiled)
     if make is Twice:
-        assert "Twice gives an object, or what it holds, in two places" in fast.notes[0]
+        assert "Twice returns one object, or one of its attributes, in two places" in fast.notes[0]
         box, outer = fast(x)
         assert outer.inner is box
     else:

@@ -143,11 +143,15 @@ SETTINGS: dict[str, tuple[str, Edit, str]] = {
         _weights(group_size=48),
         "model.layers.0.mlp.gate_proj.weight_packed: groups of 48 do not divide its 64 inputs",
     ),
-    "groups of nothing": ("gptq", lambda s: s.update(group_size=0), "group_size 0 is no number of inputs"),
+    "groups of nothing": (
+        "gptq",
+        lambda s: s.update(group_size=0),
+        "group_size 0 is not a valid number of inputs",
+    ),
     "a group size in words": (
         "awq",
         lambda s: s.update(group_size="all"),
-        "group_size 'all' is no number of",
+        "group_size 'all' is not a valid number of",
     ),
     "another number of bits": (
         "gptq",
@@ -234,11 +238,11 @@ def test_no_safetensors(tmp_path: Path) -> None:
     write(tmp_path, llama(), LAYOUTS["gptq"])
     torch.save(_tensors(tmp_path), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    _refused(tmp_path, "pytorch_model.bin is no file of safetensors")
+    _refused(tmp_path, "pytorch_model.bin is not a safetensors file")
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    _refused(tmp_path / "none", "none has no config.json, so it is no Hugging Face folder")
+    _refused(tmp_path / "none", "none has no config.json, so it is not a Hugging Face folder")
 
 
 def _tensors(folder: Path) -> Tensors:

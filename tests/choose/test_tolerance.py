@@ -270,4 +270,4 @@ def test_engines_that_are_named_and_not_tried_are_told(model: nn.Module) -> None
     assert "onnxruntime-int8 is not tried: it computes in int8, and precision is bf16" in told.notes
     assert "onnxruntime-int8" not in str(told.plan)
     told = intarsia.compile(model, (X,), engines=["onnxruntime"], precision="bf16", **asked)
-    assert "bf16 is not tried: no engine that was named computes in it" in told.notes
+    assert "bf16 is not tried: none of the named engines computes in it" in told.notes

@@ -34,7 +34,7 @@ MISTAKES = {
     "a program that is damaged": (["explain", "damaged.pt2"], "is no program of torch.export.save"),
     "a folder that holds no model": (["explain", "folder"], "folder has no config.json"),
     "an engine nobody knows": (["explain", MAKE, "--engines", "tensorrt"], "there is no engine 'tensorrt'"),
-    "an option nobody knows": (["explain", MAKE, "-O", "tolrance=0.1"], "near is 'tolerance'"),
+    "an option nobody knows": (["explain", MAKE, "-O", "tolrance=0.1"], "did you mean 'tolerance'"),
     "an option without a value": (["explain", MAKE, "-O", "tolerance"], "NAME=VALUE"),
     "a range without a form": (["compile", MAKE, "-o", "x", "--range", "input=3"], "INPUT.DIM=MIN:MAX"),
     "a range of no input": (["check", MAKE, "--range", "x.0=1:3"], "no tensor of the call; they are input"),

@@ -154,14 +154,14 @@ def test_the_first_type_that_can_hold_a_value_is_taken() -> None:
         x = Tensor("x", torch.float32, (3,))
         args, _ = enforced({0: (np.ndarray, Tensor)}, True, x)
         assert args[0] is x, "a tensor of the network has no value, so it stays one"
-        with pytest.raises(ConversionError, match="argument 0 is a Tensor; ndarray is wanted"):
+        with pytest.raises(ConversionError, match="argument 0 is a Tensor; it must be ndarray"):
             enforced({0: (np.ndarray,)}, True, x)
 
 
 def test_without_promotion_another_type_is_refused() -> None:
     args, _ = enforced({0: (np.ndarray, torch.Tensor)}, False, torch.ones(3))
     assert isinstance(args[0], torch.Tensor)
-    with pytest.raises(ConversionError, match="argument 'weight' is a ndarray; Tensor is wanted"):
+    with pytest.raises(ConversionError, match="argument 'weight' is a ndarray; it must be Tensor"):
         enforced({"weight": (Tensor,)}, False, weight=np.ones(3))
 
 
@@ -173,7 +173,7 @@ def test_absent_and_none_are_left_alone() -> None:
 
 @pytest.mark.parametrize("types", [{0: ()}, {0: (int,)}, {"x": (Tensor, str)}])
 def test_only_tensor_types_can_be_enforced(types: Any) -> None:
-    with pytest.raises(ConversionError, match="must list Tensor"):
+    with pytest.raises(ConversionError, match="must be annotated with Tensor"):
         enforce_tensor_types(types)
 
 
@@ -201,11 +201,11 @@ def one_node(value: Any) -> fx.GraphModule:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda x: F.cast(x, torch.int64), "made INT64 where torch makes FLOAT"),
-        (lambda x: F.unsqueeze(x, [0]), "made 3 dimensions where torch makes 2"),
-        (lambda x: F.transpose(x, (1, 0)), r"made shape \(4, 3\) where torch makes \(3, 4\)"),
-        (lambda x: 3, "made a int, not a tensor"),
-        (lambda x: (x, x), "made a tuple, not a tensor"),
+        (lambda x: F.cast(x, torch.int64), "returned INT64 where torch returns FLOAT"),
+        (lambda x: F.unsqueeze(x, [0]), "returned 3 dimensions where torch returns 2"),
+        (lambda x: F.transpose(x, (1, 0)), r"returned shape \(4, 3\) where torch returns \(3, 4\)"),
+        (lambda x: 3, "returned a int, not a tensor"),
+        (lambda x: (x, x), "returned a tuple, not a tensor"),
     ],
 )
 def test_a_result_that_is_not_torchs_is_refused(made: Any, reason: str) -> None:
@@ -222,7 +222,7 @@ def test_a_result_count_that_is_not_torchs_is_refused() -> None:
         return (self,)
 
     only(relu, aten.relu.default)
-    with pytest.raises(NodeError, match="made 1 results where torch makes 2"):
+    with pytest.raises(NodeError, match="returned 1 results where torch returns 2"):
         convert(one_node((X, X)))
 
 

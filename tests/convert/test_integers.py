@@ -72,7 +72,7 @@ LEFT, RIGHT = (t.contiguous() for t in torch.meshgrid(EDGES, EDGES, indexing="ij
 )
 def test_comparisons_see_all_64_bits(target: Any, args: tuple[Any, ...], engine: str) -> None:
     if engine == "openvino" and any(isinstance(arg, int) and abs(arg) > 2**24 for arg in args):
-        with pytest.raises(EngineError, match="computes it rightly from"):
+        with pytest.raises(EngineError, match="is correct from"):
             answers(target, LEFT, *args, engine=engine)
         return
     have, want = answers_of_both(target, LEFT, *args, engine=engine)

@@ -210,7 +210,7 @@ def _compiled(engine: Engine, rewrite: object) -> intarsia.Compiled:
 def test_a_pattern_whose_layers_the_engine_refuses_is_left_out_with_a_note() -> None:
     compiled = _compiled(Frugal(), True)
     assert compiled.plan.engines == ("frugal",)
-    reason = "frugal refuses the layers that it makes: it knows no Gelu"
+    reason = "frugal refuses the layers that the rewrite makes: it knows no Gelu"
     assert list(compiled.notes).count(f"frugal: pattern 'gelu_exact' is left out: {reason}") == 1
     assert not any("left out" in note for note in _compiled(Frugal(), None).notes)
 

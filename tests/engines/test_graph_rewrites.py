@@ -203,7 +203,7 @@ def test_what_cannot_be_measured_is_told_and_not_remembered(
     monkeypatch.setattr(apply, "_key", lambda *given: "a graph on a GPU")
     monkeypatch.setattr(apply, "_measured", full)
     module = lowered(nn.ReLU(), torch.randn(3))
-    with pytest.warns(UserWarning, match="all are made: OutOfMemoryError: no room"):
+    with pytest.warns(UserWarning, match="all are applied: OutOfMemoryError: no room"):
         assert apply.paying(module, ["merged_products"]) == ("merged_products",)
     monkeypatch.setattr(apply, "_measured", lambda *given: ())
     assert apply.paying(module, ["merged_products"]) == ()

@@ -148,8 +148,8 @@ assert "intarsia.engines.mnn.layers" not in sys.modules, "a packed program is no
 @pytest.mark.parametrize(
     ("op_type", "shapes", "attributes", "reason"),
     [
-        ("MatMul", [(4,), (4,)], {}, "MatMul: a vector is not handled"),
-        ("ReduceL2", [(2, 3)], {}, "ReduceL2: not among the layers that were compared with PyTorch"),
+        ("MatMul", [(4,), (4,)], {}, "MatMul: an operand with one dimension is not handled"),
+        ("ReduceL2", [(2, 3)], {}, "ReduceL2: it is not among the layers that were compared with PyTorch"),
         (
             "MaxPool",
             [(1, 2, 9, 9)],

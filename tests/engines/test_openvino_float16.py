@@ -341,5 +341,5 @@ def test_integers_are_not_guarded_in_float16() -> None:
 
     whole = {"n": ov.constant(np.array([3])).output(0)}
     for guard in (NonZero("n"), ValueGuard("n", 0, 5)):
-        with pytest.raises(EngineError, match="float16 does not hold such numbers exactly"):
+        with pytest.raises(EngineError, match="float16 cannot hold such numbers exactly"):
             _number_in_float16(ov, guard, whole)

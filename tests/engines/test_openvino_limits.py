@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import intarsia
 from intarsia.engines import OpenVINO
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
@@ -34,13 +35,13 @@ REFUSED = {
     "long constant": (
         lambda x: F.add(x, F.constant(np.array(2**40))),
         (torch.zeros(2, dtype=torch.int64),),
-        "a constant of Add holds 1099511627776; OpenVINO computes it rightly from "
+        "a constant of Add holds 1099511627776; OpenVINO is correct from "
         + ("-16777216 to 16777216" if is_arm() else "-2147483648 to 2147483647"),
     ),
     "equal to more than floats hold": (
         lambda x: F.equal(x, F.constant(np.array(2**24 + 1))),
         (torch.zeros(2, dtype=torch.int64),),
-        "a constant of Equal holds 16777217; OpenVINO computes it rightly from -16777216 to 16777216",
+        "a constant of Equal holds 16777217; OpenVINO is correct from -16777216 to 16777216",
     ),
     "nobody knows what it makes": (
         lambda x: F.opaque("nobody.knows", "Mystery", x, makes=[(torch.int64, (2,))])[0],
@@ -110,3 +111,33 @@ def test_taken_and_right(name: str) -> None:
     body, inputs = TAKEN[name]
     (result,) = OpenVINO(threads=1).build(network(body, *inputs))(*inputs)
     torch.testing.assert_close(result, EXPECTED[name])
+
+
+class Rounded(torch.nn.Module):
+    def __init__(self, rounding) -> None:
+        super().__init__()
+        self.rounding = rounding
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.rounding(x / y)
+
+
+@pytest.mark.parametrize(
+    "rounding",
+    [torch.floor, torch.ceil, lambda q: torch.round(q / 2), lambda q: (q + 1).clamp(0, 99).long()],
+    ids=["floor", "ceil", "round", "cast"],
+)
+def test_quotients_that_are_rounded_later_are_exact(rounding) -> None:
+    """41 / 41 by the reciprocal of 41 is less than 1, and its floor was 0."""
+    model, example = Rounded(rounding), (torch.rand(64, 64) + 1, torch.rand(64, 64) + 1)
+    fast = intarsia.compile(model, example, engines=["openvino"], min_block_size=1)
+    numbers = torch.arange(1.0, 4097.0).reshape(64, 64)
+    divisors = torch.arange(1.0, 65.0).expand(64, 64).contiguous()
+    assert torch.equal(fast(numbers, divisors), model(numbers, divisors))
+    assert "openvino does not divide exactly" in str(fast.plan)
+
+
+def test_quotients_that_stay_floats_are_openvinos() -> None:
+    model, example = Rounded(torch.tanh), (torch.rand(64, 64) + 1, torch.rand(64, 64) + 1)
+    fast = intarsia.compile(model, example, engines=["openvino"], min_block_size=1)
+    assert fast.plan.engines == ("openvino",)

@@ -119,10 +119,10 @@ def test_longer_than_memory_goes_on_in_pytorch(llama: Generation) -> None:
 
 
 def test_other_rows_and_attentions_are_the_models_own(llama: Generation) -> None:
-    with pytest.warns(UserWarning, match="it has 3 rows, and compiled for are 2"):
+    with pytest.warns(UserWarning, match="it has 3 rows; compiled for 2"):
         ours, own, runs = both(llama, **padded(3), max_new_tokens=5, do_sample=False)
     assert torch.equal(ours, own) and runs == {"prompt": 0, "token": 0, "own": 5}
-    with pytest.warns(UserWarning, match="output_hidden_states is asked for"):
+    with pytest.warns(UserWarning, match="output_hidden_states is requested"):
         ours, own, _ = both(
             llama, **padded(), max_new_tokens=3, output_hidden_states=True, return_dict_in_generate=True
         )
@@ -211,7 +211,7 @@ def _change_hands(llama: Generation) -> None:
 def test_streaming_return_dict_and_signature(llama: Generation) -> None:
     model: Any = llama.model
     ear = Ear()
-    with pytest.warns(UserWarning, match="a cache and use_cache=False"), torch.no_grad():
+    with pytest.warns(UserWarning, match="a cache is passed with use_cache=False"), torch.no_grad():
         model(**padded(), past_key_values=DynamicCache(), use_cache=False, logits_to_keep=1)
     made = model.generate(padded()["input_ids"][1:], max_new_tokens=4, do_sample=False, streamer=ear)
     assert ear.heard == made[0].tolist()
@@ -270,7 +270,7 @@ def test_arguments_that_mean_nothing_are_refused(wrong: dict[str, Any], told: st
         intarsia.compile_generation(tiny("llama"), **({"max_length": 16} | wrong))
 
 
-@pytest.mark.filterwarnings("ignore:.*it is given no position_ids")
+@pytest.mark.filterwarnings("ignore:.*no position_ids are passed")
 @pytest.mark.parametrize("kind", ["opt", "roberta"])
 @torch.no_grad()
 def test_positions_that_are_not_given_are_the_models(kind: str) -> None:

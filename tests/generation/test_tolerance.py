@@ -124,7 +124,10 @@ def test_errors_that_add_up_over_tokens(fits: str, short: list[str], monkeypatch
     monkeypatch.setattr(making, "checked", check)
     with intarsia.compile_generation(llama(), max_length=ROOM, tolerance=0.3) as made:
         assert used(made.forward) == short and made.error == 0.1 and made.forward.enabled
-        assert made.notes[0] == "prompts are exact: otherwise the model, compiled, is off in the prompt"
+        assert (
+            made.notes[0]
+            == "prompts are exact: in shorter arithmetic, the compiled model is off in the prompt"
+        )
         assert len(made.notes) == 2 - len(short)
 
 

@@ -148,7 +148,7 @@ def test_places_by_module_name():
     names = [[n for n, _ in stage.named_parameters()] for stage in stages]
     assert any(n.startswith("encoder.layer.0.") for n in names[0])
     assert names[1][0].startswith("encoder.layer.1.") and names[2][0].startswith("encoder.layer.2.output")
-    with pytest.raises(PartitionError, match=r"'encoder.layer.9'.*near are 'encoder.layer"):
+    with pytest.raises(PartitionError, match=r"'encoder.layer.9'.*did you mean 'encoder.layer"):
         split(model, args, kwargs, cuts=["encoder.layer.9"], by="memory")
 
 

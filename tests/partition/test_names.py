@@ -39,7 +39,7 @@ def test_names_may_be_decomposed_ones_and_globs() -> None:
     (engines,) = {compiled(backend_support_map={"onnxruntime": ["aten::addmm", "aten::t"]}).plan.engines}
     assert engines == ("onnxruntime", "pytorch")
     assert compiled(torch_executed_ops=["aten::re*"]).plan.engines == ("onnxruntime", "pytorch")
-    with pytest.raises(PartitionError, match=r"'aten::rele', which no node is; near are 'aten::relu'"):
+    with pytest.raises(PartitionError, match=r"'aten::rele', which no node is; did you mean 'aten::relu'"):
         compiled(backend_support_map={"onnxruntime": ["aten::rele"]})
 
 
@@ -98,7 +98,7 @@ class Scaled(nn.Module):
         ({"scale": {0: Dim("n")}}, "names dimension 0 of scale, which has 0 dimensions"),
         ({"x": {5: Dim("n")}}, "names dimension 5 of x, which has 2 dimensions"),
         ({"x": {"0": Dim("n")}}, "names dimension '0' of x"),
-        ({"scaled": {0: Dim("n")}}, "names 'scaled', which is not an argument of the call; near is 'scale'"),
+        ({"scaled": {0: Dim("n")}}, "not an argument of the call; did you mean 'scale'"),
         (({0: Dim("n")}, None, None), "dynamic_shapes has 3 entries; the call has 2 arguments"),
         ({"x": {0: "batch"}}, "gives 'batch' for dimension 0 of x; give a torch.export.Dim"),
         ({"x": "batch"}, "gives 'batch' for x"),

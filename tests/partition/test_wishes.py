@@ -128,7 +128,7 @@ def test_run_on_wins_over_the_work_rule() -> None:
 def test_options_and_names_at_once_are_an_error(door) -> None:
     with pytest.raises(PartitionError, match="options and min_block_size are both given"):
         door(Net(), (X,), options=PartitionOptions(), min_block_size=3)
-    with pytest.raises(TypeError, match="'min_blok_size'; near is 'min_block_size'"):
+    with pytest.raises(TypeError, match="'min_blok_size'; did you mean 'min_block_size'"):
         door(Net(), (X,), min_blok_size=3)
 
 
@@ -272,8 +272,8 @@ def test_a_priority_may_name_pytorch_beside_measurement() -> None:
 @pytest.mark.parametrize(
     ("wish", "told"),
     [
-        ({"engines": 5}, "engines=5; give engines or their names"),
-        ({"engines": intarsia.OpenVINO}, "give engines or their names"),
+        ({"engines": 5}, "engines=5; pass engines or their names"),
+        ({"engines": intarsia.OpenVINO}, "pass engines or their names"),
         ({"engines": ["opnvino"]}, "opnvino"),
         ({"tolerance": "a"}, "tolerance='a' must be a share"),
         ({"tolerance": [0.1]}, "must be a share"),
@@ -281,7 +281,7 @@ def test_a_priority_may_name_pytorch_beside_measurement() -> None:
         ({"options": {"min_block_size": 1}}, "give a PartitionOptions, or its fields by name"),
         ({"verify": "no"}, "verify='no'"),
         ({"examples": 5}, "examples are 5; give a list of calls"),
-        ({"rewrite": 5}, "rewrite=5; give patterns"),
+        ({"rewrite": 5}, "rewrite=5; pass patterns"),
     ],
 )
 def test_every_door_refuses_what_compile_refuses(wish: dict[str, object], told: str) -> None:

@@ -111,7 +111,7 @@ def tensor_refusals():
     for stages, plan, words in (
         (by_graph, PLAN, "stages cut by the graph call no modules: split with way='modules'"),
         (parts, None, "needs tensor_plan= beside it"),
-        (parts, {"*.upp": ColwiseParallel()}, r"names '\*.upp', which no stage calls; near are '3.up'"),
+        (parts, {"*.upp": ColwiseParallel()}, r"names '\*.upp', which no stage calls; did you mean '3.up'"),
     ):
         with pytest.raises(PartitionError, match=words):
             stages.distributed("1F1B", 2, tensor_plan=plan, **options)

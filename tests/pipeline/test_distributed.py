@@ -186,7 +186,7 @@ def test_without_a_process_group():
     )
     with pytest.raises(PartitionError, match="run under torchrun"):
         parts.distributed()
-    with pytest.raises(InputError, match="distributed has no option 'los_fn'; near is 'loss_fn'"):
+    with pytest.raises(InputError, match="distributed has no option 'los_fn'; did you mean 'loss_fn'"):
         parts.distributed("1F1B", 2, los_fn=nn.MSELoss())
 
 

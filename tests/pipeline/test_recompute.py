@@ -93,7 +93,7 @@ def test_dropout_draws_the_same_again():
 
 def test_names_that_are_nowhere_are_refused():
     model, x = ResNet(), torch.randn(2, 3, 8, 8)
-    with pytest.raises(PartitionError, match=r"checkpoint names 'blocks.7'.*near are 'blocks"):
+    with pytest.raises(PartitionError, match=r"checkpoint names 'blocks.7'.*did you mean 'blocks"):
         split(model, (x,), stages=2, by="memory", checkpoint=["blocks.7"])
     with pytest.raises(PartitionError, match=r"conv2 cannot be recomputed alone: \w+ is changed in place"):
         split(model, (x,), stages=2, by="memory", checkpoint=["blocks.*.conv2"])

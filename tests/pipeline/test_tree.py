@@ -200,7 +200,7 @@ def test_every_option_is_obeyed():
     assert parts.report.way == "modules" and len(parts) == 3
     names = [{n.split(".")[1] for n, _ in p.named_parameters() if n.startswith("blocks")} for p in parts]
     assert names == [{"0"}, {"1", "2"}, {"3"}]
-    with pytest.raises(PartitionError, match=r"cuts names 'block.1'.*near are 'blocks.1'"):
+    with pytest.raises(PartitionError, match=r"cuts names 'block.1'.*did you mean 'blocks.1'"):
         split(model, (x,), cuts=["block.1"], by="memory")
     fast = split(model, (x,), stages=2, by="memory", speeds=[9.0, 1.0], slack=0.0)
     even = split(model, (x,), stages=2, by="memory", slack=0.0)
@@ -515,7 +515,7 @@ def test_a_model_whose_graph_is_known_is_cut_along_its_modules_if_asked():
     model, x = Line(nn.Tanh()), torch.randn(6, 4)
     assert split(model, (x,), stages=2, by="memory").report.way == "graph"
     stages = split(model, (x,), stages=2, by="memory", way="modules")
-    assert stages.report.way == "modules" and stages.report.reason == "way='modules' was asked for"
+    assert stages.report.way == "modules" and stages.report.reason == "way='modules' was requested"
     torch.testing.assert_close(stages(x), model(x))
     with pytest.raises(PartitionError, match="way='tree' is neither 'graph' nor 'modules'"):
         split(model, (x,), way="tree")

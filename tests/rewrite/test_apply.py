@@ -94,7 +94,7 @@ def test_all_named_and_off() -> None:
     assert apply(net, engine=ORT, patterns=True).counts() == {"identity": 1, "silu": 1}
     net = silu_network()
     assert apply(net, engine=ENGINES["openvino"], patterns="all").counts() == {"identity": 1}
-    with pytest.raises(RewriteError, match="no pattern is called 'swish'"):
+    with pytest.raises(RewriteError, match="there is no pattern 'swish'"):
         apply(net, engine=ORT, patterns=["swish"])
     with pytest.raises(RewriteError, match="openvino does not know the layers that pattern 'silu' makes"):
         apply(net, engine=ENGINES["openvino"], patterns="silu")

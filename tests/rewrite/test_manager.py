@@ -111,7 +111,7 @@ def test_growth_without_end_meets_the_budget() -> None:
         return F.relu(F.abs(x))
 
     net = chain("relu")
-    with pytest.raises(RewriteError, match=r"50 rewrites and no end; of the last 200 came from 'grow'"):
+    with pytest.raises(RewriteError, match=r"50 rewrites without an end; the last 200 came from 'grow'"):
         manager(grow).rewrite(net, budget=50)
     net.verify()
 
@@ -169,8 +169,8 @@ class Broken(PatternRewriter):
     [
         ("nothing", "changed nothing"),
         ("raises", "this does not work"),
-        ("dtype", "of another dtype"),
-        ("shape", r"of another shape: \[2, 3\] against \[3, 2\]"),
+        ("dtype", "which has another dtype"),
+        ("shape", r"which has another shape: \[2, 3\] against \[3, 2\]"),
         ("cycle", "would close a cycle"),
         ("removed", "cannot be removed: relu is read by abs"),
         ("arity", "has 2 inputs; Relu takes 1 to 1"),

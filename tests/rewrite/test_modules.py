@@ -61,5 +61,5 @@ def test_rules_that_name_nothing_are_an_error() -> None:
         rewrite_modules(Net(), {"tail": lambda old: old, nn.Conv2d: lambda old: old})
     with pytest.raises(RewriteError, match="which is not a module"):
         rewrite_modules(Net(), {"head": lambda old: None})  # type: ignore[dict-item, return-value]
-    with pytest.raises(RewriteError, match="no rule is given"):
+    with pytest.raises(RewriteError, match="no rule to swap modules"):
         rewrite_modules(Net(), {})

@@ -203,7 +203,7 @@ def test_several_outputs() -> None:
     assert apply(merge, net) == 1
     assert [layer.kind for layer in net.get_layers()] == ["MatMul", "Split", "Relu"]
     alone = network(lambda x: F.matmul(x, F.constant(one)), (2, 3))
-    assert why(merge, alone, "matmul") == "no further MatMul of the pattern is there"
+    assert why(merge, alone, "matmul") == "there is no further MatMul for the pattern"
 
 
 def test_one_of_several_outputs_of_a_layer() -> None:
@@ -218,9 +218,9 @@ def test_one_of_several_outputs_of_a_layer() -> None:
 def test_mistakes_in_a_rule_are_told_when_it_is_made() -> None:
     with pytest.raises(RewriteError, match=r"asks for \['y'\]; its pattern has \['x'\]"):
         rule(lambda op, x: op.Relu(x))(lambda net, y: y)
-    with pytest.raises(RewriteError, match="a pattern is what operators make"):
+    with pytest.raises(RewriteError, match="a pattern is the result of an operator"):
         rule(lambda op, x: x)(lambda net, x: x)
     with pytest.raises(RewriteError, match="has no option"):
         rule(lambda op, x: op.Relu(x, _shred=True))(lambda net, x: x)
-    with pytest.raises(RewriteError, match="cannot stand in a pattern"):
+    with pytest.raises(RewriteError, match="cannot be part of a pattern"):
         rule(lambda op, x: op.Relu("x"))(lambda net, x: x)

@@ -210,16 +210,16 @@ def test_a_match_that_fails_names_its_pattern(strict: bool) -> None:
     def hasty(net: Network, x: Tensor) -> Tensor:
         return x
 
-    told = "pattern 'hasty' could not be asked about layer transpose .Transpose.: .*Error: 'NoneType'"
+    told = "pattern 'hasty' could not be checked at layer transpose .Transpose.: .*Error: 'NoneType'"
     if strict:
         with pytest.raises(RewriteError, match=told):
             manager(hasty).rewrite(net)
     else:
         (broken,) = manager(hasty).rewrite(net, strict=False).broken
-        assert "'hasty' could not be asked about layer transpose" in str(broken)
+        assert "'hasty' could not be checked at layer transpose" in str(broken)
     turned = net.get_layer_by_name("transpose")
     assert turned is not None
-    assert "could not be asked" in manager(hasty).explain(turned)[0].reason
+    assert "could not be checked" in manager(hasty).explain(turned)[0].reason
 
 
 def test_an_output_that_copies_an_input_stays() -> None:
@@ -238,7 +238,7 @@ def test_an_output_that_copies_an_input_stays() -> None:
     net.verify()
     kept = net.get_layer_by_name("identity")
     assert kept is not None
-    assert manager(without).explain(kept)[0].reason == "what it gives stands there already"
+    assert manager(without).explain(kept)[0].reason == "its replacement is there already"
 
 
 def test_work_without_effect_is_an_error_and_not_a_loop() -> None:

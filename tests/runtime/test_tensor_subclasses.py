@@ -201,7 +201,7 @@ class _Jagged(nn.Module):
 @pytest.mark.parametrize(("model", "given"), [(_Jagged(), X), (nn.Linear(64, 64), _jagged())])
 def test_nested_tensors_run_as_they_are(model: nn.Module, given: torch.Tensor) -> None:
     fast = intarsia.compile(model.eval(), (given,), engines=["onnxruntime"], min_block_size=1)
-    assert any("a nested tensor, which no engine takes" in note for note in fast.notes)
+    assert any("a nested tensor, which no engine supports" in note for note in fast.notes)
     answer, expected = fast(given), model(given).detach()
     if expected.is_nested:
         answer, expected = answer.values(), expected.values()

@@ -186,7 +186,7 @@ def test_a_with_block_restores() -> None:
         ({}, lambda: 0, {}, "found no nn.Module in this dict"),
         (nn.Linear(2, 2), lambda: 0, {}, "the call used none of the 1 modules"),
         (nn.Linear(2, 2), "no function", {}, "call must be a function"),
-        (nn.Linear(2, 2), lambda: 0, {"engine": "x"}, "no option 'engine'; near is 'engines'"),
+        (nn.Linear(2, 2), lambda: 0, {"engine": "x"}, "no option 'engine'; did you mean 'engines'"),
         (nn.Linear(2, 2), lambda: 0, {"fallback": "eager"}, "fallback is not an option of tune"),
     ],
 )

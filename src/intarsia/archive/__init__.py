@@ -28,6 +28,6 @@ def _reduce(compiled: Compiled) -> tuple[Callable[[bytes], Compiled], tuple[byte
     return load_bytes, (save_bytes(compiled),)
 
 
-# `pickle`, `torch.save` and `copy.deepcopy` go through an archive in memory: engines are built anew.
+# `pickle`, `torch.save` and `copy.deepcopy` go through an archive in memory: engines are built again.
 copyreg.pickle(Compiled, _reduce)
 copyreg.pickle(PartlyCompiled, copied_parts)

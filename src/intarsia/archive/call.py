@@ -114,7 +114,9 @@ def size_to_json(size: Any) -> Json:
     if size.is_Rational:
         return ["/", int(size.p), int(size.q)]
     if type(size).__name__ not in _functions():
-        raise ArchiveError(f"the size {size} is computed by {type(size).__name__}, which has no form there")
+        raise ArchiveError(
+            f"the size {size} is computed by {type(size).__name__}, which cannot be written there"
+        )
     return [type(size).__name__, *(size_to_json(part) for part in size.args)]
 
 

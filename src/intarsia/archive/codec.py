@@ -42,7 +42,7 @@ def same_device(device: torch.device) -> torch.device:
 
 
 def to_json(value: Any) -> Json:
-    """A value as JSON; ArchiveError for one that has no form there."""
+    """A value as JSON; ArchiveError for one that cannot be written there."""
     match value:
         case None | bool() | str():
             return value

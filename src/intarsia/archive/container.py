@@ -1,7 +1,7 @@
 """The file: a zip of stored members at multiples of 64 bytes, each with its digest in a JSON manifest.
 
 Stored and aligned members can be used where the file is mapped into memory. The last member is the digest of
-the manifest, which has the digests of all others: a flipped bit anywhere that matters is found before that
+the manifest, which has the digests of all others: a flipped bit in any of them is found before that
 member is given out or, in a large one that is checked while others are read, before loading ends.
 
 The digests tell damage from forgery, not who wrote the file: members whose digests fit are parsed as hostile
@@ -186,13 +186,13 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
 
 
 def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
-    """Where each member lies; ArchiveError for anything but stored, plain, distinct members."""
+    """The position of each member; ArchiveError unless all members are stored, plain and distinct."""
     # zipfile's own reading would copy the buffer, so it is given only what reads like a file.
     listed = zipfile.ZipFile(_File(buffer)).infolist()
     if len(listed) > _MOST_MEMBERS:
         raise ArchiveError(f"it has {len(listed)} members; at most {_MOST_MEMBERS} are read")
     if min((info.header_offset for info in listed), default=0) > 0:
-        # Such is the rest of a file that was cut off behind an archive it holds.
+        # This happens if a file is truncated after an archive that it contains.
         raise ArchiveError("it is not a complete archive: there is data before its first member")
     places: dict[str, tuple[int, int]] = {}
     for info in listed:

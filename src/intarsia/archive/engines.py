@@ -63,7 +63,9 @@ def engines_from_json(
     if asked is not None:
         by_name = {engine.name: engine for engine in resolve_engines(asked)[0]}
         notes += [
-            f"{name}: not among the engines given; {_INSTEAD}" for name in described if name not in by_name
+            f"{name}: not among the engines that were passed; {_INSTEAD}"
+            for name in described
+            if name not in by_name
         ]
         return by_name
     usable: dict[str, Engine] = {}
@@ -74,7 +76,7 @@ def engines_from_json(
                 f" not set; pass"
                 f" the engine with engines=[...]"
             )
-        reason = "there is no such engine here"
+        reason = "there is no such engine on this machine"
         if (kind := known_engines().get(name)) is not None:
             usable[name] = kind(**{str(key): from_json(value) for key, value in entry["fields"].items()})
             runs = native and getattr(kind, "runs_packages", False)
@@ -139,7 +141,7 @@ class Unpacker:
             self._reader.member(beside)
         program = engine.unpack(self._reader.member(packed["blob"]), packed["about"], file, weights)
         if not self._reader.is_still_there():  # engines find weights by the name of the file
-            raise ArchiveError("it was replaced or removed while it was loaded")
+            raise ArchiveError("it was replaced or removed during loading")
         return program
 
     def _place(self, tensor: torch.Tensor) -> int | None:

@@ -167,7 +167,7 @@ def _piece_program(piece: Piece, path: Path) -> Mapping[str, str]:
         program = torch.export.export(
             _Flat(piece.module), tuple(examples), dynamic_shapes=shapes, strict=False
         )
-    except Exception as error:  # what came out of export once is not always taken again
+    except Exception as error:  # export does not always accept a program that it returned
         said = next(iter(str(error).splitlines()), "")
         where = f"a segment on {piece.segment.engine} ({piece.segment.nodes[0].name} and others)"
         raise ArchiveError(f"{where} has no file: torch cannot export it: {said}") from error

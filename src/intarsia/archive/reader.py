@@ -41,7 +41,7 @@ Place = str | torch.device | Mapping[str, str]
 
 @dataclass(frozen=True)
 class Pieces:
-    """A graph in pieces: who runs what, and what a user is told."""
+    """A graph in pieces: which engine runs which, and the notes for the user."""
 
     plan: Plan
     pieces: list[Piece]
@@ -245,7 +245,7 @@ class _Loader:
         )
         captured = contents["captured"]
         if "member" in captured:
-            self._reader.member(captured["member"])  # damage is told now, not at a refit
+            self._reader.member(captured["member"])  # report damage now, not at a refit
         compiled.captured = partial(self._captured, captured)
         results = contents["cuda_graphs"]
         if results in ("fresh", "static") and all(self._engines[name].capturable for name in plan.engines):
@@ -367,5 +367,5 @@ class _Loader:
         try:
             return self._unpacker.program(item, engine)
         except EngineError as error:
-            self.notes.append(f"a segment is built anew: {next(iter(str(error).splitlines()), '')}")
+            self.notes.append(f"a segment is built again: {next(iter(str(error).splitlines()), '')}")
             return None

@@ -87,7 +87,7 @@ class TensorTable:
         return key
 
     def description(self) -> dict[str, dict[str, Any]]:
-        """What safetensors does not tell: order of dimensions, device, complex numbers, parts of others."""
+        """Properties that safetensors does not store: order of dimensions, device, dtype, overlaps."""
         described: dict[str, dict[str, Any]] = {}
         for key, tensor in self._tensors.items():
             order, _ = _in_order(tensor)
@@ -116,7 +116,7 @@ class TensorTable:
         return starts
 
     def _layout(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any], bytes]:
-        """The tensors as they are stored, the header that tells of them, and how it is written."""
+        """The tensors as they are stored, the header that describes them, and how it is written."""
         own = {key: tensor for key, tensor in self._tensors.items() if key not in self._rows}
         stored = [(key, _real(_in_order(tensor)[1])) for key, tensor in own.items()]
         # The format has no gaps: with the longest elements first, all of them lie aligned.
@@ -167,7 +167,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 def read_tensors(
     buffer: memoryview, described: Mapping[str, Mapping[str, Any]], devices: Devices
 ) -> dict[str, torch.Tensor]:
-    """The tensors over the buffer's own memory; ArchiveError unless every one lies inside, whole."""
+    """The tensors over the buffer's own memory; ArchiveError unless each lies completely inside it."""
     length = struct.unpack_from("<Q", buffer)[0]
     if length > min(MOST_HEADER, len(buffer) - 8):
         raise ArchiveError(f"the header of {WEIGHTS} claims {length} bytes")

@@ -28,7 +28,7 @@ def intarsia_backend(
     """Compile what Dynamo captured: `torch.compile(model, backend="intarsia", options={...})`.
 
     `options` are those of `intarsia.compile`. Parameters and buffers are constants of the program, which is
-    made anew when they change; sizes that Dynamo made symbolic vary within the ranges of its guards. A graph
+    made again when they change; sizes that Dynamo made symbolic vary within the ranges of its guards. A graph
     that needs gradients, or cannot be compiled, runs as captured; a warning says so once, and
     `intarsia.backend.reports()` tells what each graph became.
     """
@@ -48,7 +48,7 @@ def _left_to_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> str | Non
     if needs_gradients(module, inputs):
         return NOTE
     if any(isinstance(x, torch._subclasses.FakeTensor) for x in inputs):
-        return "its inputs have no values while it is compiled"
+        return "its inputs have no values during compilation"
     return None
 
 

@@ -1,7 +1,7 @@
-"""What Dynamo's graph is called with: weights, sizes, numbers and tensors, each told from the others.
+"""What Dynamo's graph is called with: weights, sizes, numbers and tensors, each identified.
 
-Dynamo lifts everything to an input, parameters and sizes too. Which input is what stands in names of Dynamo
-that are not public; they are read here alone, and `tests/backend/test_dynamo_graph.py` watches them.
+Dynamo lifts everything to an input, parameters and sizes too. Dynamo marks the kind of each input by private
+names; only this file reads them, and `tests/backend/test_dynamo_graph.py` watches them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DynamoInput:
 
 
 def inputs_of(module: fx.GraphModule, inputs: Sequence[Any]) -> list[DynamoInput]:
-    """Each input of a graph that Dynamo gave to its backend, told apart."""
+    """Each input of a graph that Dynamo passed to its backend, by its kind."""
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     values = [_symbolic(node, value_now) for node, value_now in zip(nodes, inputs, strict=True)]
     sizes = _sizes(values)

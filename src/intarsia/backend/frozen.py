@@ -91,7 +91,7 @@ def freeze(
 def _write_settings(
     graph: fx.Graph, nodes: Sequence[fx.Node], known: Sequence[DynamoInput], inputs: Sequence[Any]
 ) -> tuple[tuple[int, float], ...]:
-    """Numbers of modules as constants; those that no guard of Dynamo settles are told, with their values."""
+    """Numbers of modules as constants; those without a guard of Dynamo are returned, with their values."""
     open_ones = []
     for i, item in enumerate(known):
         if item.kind is not Kind.SETTING:

@@ -42,7 +42,7 @@ class GraphCall:
     """A graph of Dynamo, called with all its inputs, weights among them.
 
     The weights are constants of the programs that it is compiled to. A call looks whether they are still the
-    same tensors, in the same place, with the same contents (`Freshness`), and compiles anew if not; a weight
+    same tensors, in the same place, with the same contents (`Freshness`), and compiles again if not; a weight
     that keeps changing becomes an input. What no program can be made for runs as captured.
     """
 
@@ -137,7 +137,7 @@ class GraphCall:
             often = {i for i, times in self._changes.items() if times >= _CHANGES}
             if often - self._live:
                 names = ", ".join(self._known[i].source for i in sorted(often - self._live)[:3])
-                self._note(f"{names} changed {_CHANGES} times: no constant of the program any more")
+                self._note(f"{names} changed {_CHANGES} times: no longer constants of the program")
                 self._live |= often
                 self._programs, self._last = (), None
         stale = [p for p in self._programs if changed and p.fits(args)]
@@ -161,7 +161,9 @@ class GraphCall:
         if uncounted:
             self._live |= uncounted
             names = ", ".join(self._known[i].source for i in sorted(uncounted)[:3])
-            self._note(f"{names}: made in inference mode, where torch counts no changes, so no constant")
+            self._note(
+                f"{names}: created in inference mode, where torch does not count changes, so not a constant"
+            )
         frozen = freeze(self._module, self._known, args, self._live, self._autocast)
         with (
             apart_from_dynamo(),

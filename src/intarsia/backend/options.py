@@ -20,14 +20,14 @@ _INSTEAD = {
 def checked_options(mode: str | None, options: Mapping[str, Any] | None) -> CompileOptions:
     """The options, if each is one of `compile`'s; InputError, with near names, if not.
 
-    >>> checked_options(None, {"engine": "openvino"})
+    >>> checked_options(None, {"engine": "openvino"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    intarsia.errors.OptionError: torch.compile(backend="intarsia") has no option 'engine'; near is 'engines'
+    intarsia.errors.OptionError: ... has no option 'engine'; did you mean 'engines'?
     """
     if mode not in (None, "default"):
         instead = f": {_INSTEAD[mode]}" if mode in _INSTEAD else ""
-        raise InputError(f"mode={mode!r} is a setting of TorchInductor; give options= instead{instead}")
+        raise InputError(f"mode={mode!r} is a setting of TorchInductor; pass options= instead{instead}")
     for name in CALL_ARGUMENTS:  # Dynamo knows the graph, its inputs and which of their sizes vary
         if name in (options or {}):
             raise InputError(

@@ -38,7 +38,7 @@ from intarsia.runtime.fallback import Origin, has_empty, makes_of, with_fallback
 from intarsia.runtime.inlay import Inlay
 
 _TIMED_RUNS = 3  # the quickest counts: OpenVINO prepares for sizes in the first
-_TOO_SLOW = 1.1  # a plan so much slower than the best will not win when a part of it moves to PyTorch
+_TOO_SLOW = 1.1  # a plan this much slower than the best will not win even when a part of it moves to PyTorch
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Builder:
     body_plans: dict[str, Plan] = field(default_factory=dict, init=False)  # of control flow, by name
     errors: dict[str, float] = field(default_factory=dict, init=False)  # of short segments, by first node
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict, init=False)
-    _lost: dict[str, Failure] = field(default_factory=dict, init=False)  # engines that did not come back
+    _lost: dict[str, Failure] = field(default_factory=dict, init=False)  # engines that did not return in time
 
     def of_block(
         self, module: fx.GraphModule, engines: Sequence[Engine], inputs: Sequence[Any], **changes: Any
@@ -195,7 +195,9 @@ class Builder:
         ):
             plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
-                self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {outcome.reason}")
+                self.notes.append(
+                    f"a segment on {engine.name} is not rewritten: after rewriting, {outcome.reason}"
+                )
                 outcome = plain
         return outcome
 

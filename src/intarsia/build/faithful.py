@@ -125,7 +125,7 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
             examples = [replace(e, truth=None) for e in graph.examples]
             return replace(graph, examples=examples, notes=(*graph.notes, note))
         if mismatch is not None:
-            return replace(graph, fault=f"answers unlike the model: {mismatch}")
+            return replace(graph, fault=f"differs from the model: {mismatch}")
         answered.append(replace(example, case=case))
     return replace(graph, examples=answered)
 
@@ -203,7 +203,7 @@ def whole_fault(
         # How far the model is from float64 excuses an answer only where the graph is the model's.
         fault = judge.fault(lowered, example.truth, example.case.expected, example.case.rounding(0.0))
         if fault is not None:
-            return f"is of a graph that answers unlike the model: {fault}"
+            return f"is of a graph that differs from the model: {fault}"
         try:
             answer = judge.answer(example.call, compiled)
         except Exception as error:
@@ -211,7 +211,7 @@ def whole_fault(
         rounding = example.case.rounding(coarsest).of(example.truth.in_graph_order(lowered))
         fault = judge.fault(lowered, example.truth, answer, rounding, tolerance, example.rows)
         if fault is not None:
-            return f"answers unlike the model: {fault}"
+            return f"differs from the model: {fault}"
     return None
 
 

@@ -23,7 +23,7 @@ from intarsia.partition.units import Units, find_recomputable, find_units
 
 T = TypeVar("T")
 MOST_BUILT = 10_000  # nodes, in all builds to find those that one segment fails on
-_NEARBY = 8  # nodes behind one to blame that are tried first
+_NEARBY = 8  # nodes after a faulty one that are tried first
 _CLOSE = 8  # offenders in a row, each that near to the one before, after which no more are looked for
 
 
@@ -33,16 +33,16 @@ def bisect_failure(
     most: int = MOST_BUILT,
     alike: Callable[[T], Sequence[T]] = lambda node: (),
 ) -> dict[T, str]:
-    """The nodes to blame when `nodes` fail to build together, each with the reason.
+    """The faulty nodes when `nodes` fail to build together, each with the reason.
 
     `fails(some)` builds a run of neighbours out of `nodes` and gives the reason it failed, or None. The first
     offender is found with at most `log2(len(nodes)) + 2` builds: halving finds the shortest run from the
-    start that fails, and its last node is to blame. The search goes on behind it with short runs that grow,
+    start that fails, and its last node is faulty. The search goes on after it with short runs that grow,
     since what fails often fails again nearby. When runs of `most` nodes in all were built, or eight offenders
-    stood close behind each other, it ends, and what is left is to blame: a run that fails in so many places
-    gains little on its engine.
+    are close to each other, it ends, and the remaining nodes count as faulty: a run that fails in so many
+    places gains little on its engine.
 
-    Nodes `alike`, such as the attention of every layer, mostly fail together: behind an offender that fails
+    Nodes `alike`, such as the attention of every layer, mostly fail together: after a node that fails
     by itself, each of them is built by itself, which costs less than to find it in a run.
 
     Example:

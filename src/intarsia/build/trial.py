@@ -82,9 +82,9 @@ def try_piece(
 ) -> Tried | Failure:
     """The program of a piece, if it builds and runs in time and answers as PyTorch does; else why not.
 
-    Small cases come first: who answers wrongly mostly does so there, and whoever looks for the node at fault
-    runs that case many times. Whatever an engine or a converter throws concerns this piece alone. With a
-    `tolerance` answers may be off by as much, if that is more than what rounding does.
+    Small cases come first: most wrong answers show there, and the search for the faulty node runs that case
+    many times. Whatever an engine or a converter throws concerns this piece alone. With a `tolerance` answers
+    may be off by as much, if that is more than what rounding does.
     """
     fresh: list[str] = []
     error_of = 0.0

@@ -39,7 +39,7 @@ def package_version(module: str) -> str:
 
 @functools.cache
 def _cpuinfo() -> list[str]:
-    """What Linux tells of the processors, in lines; nothing elsewhere."""
+    """The lines of Linux about the processors; empty on other systems."""
     try:
         return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -58,13 +58,13 @@ def processor_features() -> str:
 
 @functools.cache
 def has_bfloat16_tiles() -> bool:
-    """Whether the processor multiplies tiles of bfloat16 (AMX), as far as Linux tells."""
+    """Whether the processor multiplies tiles of bfloat16 (AMX), according to Linux."""
     return any("amx_bf16" in line.split() for line in _cpuinfo())
 
 
 @functools.cache
 def processor_name() -> str:
-    """The processor's own name; Linux tells it in a file (on ARM only its numbers), others by `platform`."""
+    """The processor's own name; Linux has it in a file (on ARM only its numbers), others by `platform`."""
     if not (lines := _cpuinfo()):
         return platform.processor()
     entries = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -18,9 +18,9 @@ _warned_of: set[tuple[str, str]] = set()
 
 
 class JsonStore:
-    """Values by key. What cannot be read counts as unknown; what cannot be written is forgotten.
+    """Values by key. An unreadable value counts as unknown; a value that cannot be written is dropped.
 
-    A file that cannot be used is told once in a warning; no method raises.
+    A file that cannot be used gives one warning; no method raises.
 
     >>> import pathlib, tempfile
     >>> store = JsonStore(pathlib.Path(tempfile.mkdtemp()) / "known.json")
@@ -67,7 +67,7 @@ class JsonStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other writers out, where the system can; a lock nobody gives up is not waited for long."""
+        """Lock out other writers, if the system can; the wait for a lock is short."""
         try:
             import fcntl
         except ImportError:  # Windows: two writers at once may lose a value, never the file
@@ -93,7 +93,7 @@ class JsonStore:
             return
         _warned_of.add((str(self.path), verb))
         outcome = {
-            "read": "what it held is measured anew",
+            "read": "what it held is measured again",
             "write": "measurements are not remembered; set INTARSIA_CACHE to a place that can be written to",
         }[verb]
         warnings.warn(f"cannot {verb} {self.path}: {why}: {outcome}", stacklevel=4)
@@ -104,7 +104,7 @@ def write_atomically(
 ) -> None:
     """Write beside the path, then move there: whoever reads it finds the old file or the whole new one.
 
-    `write` is given the file and where it lies for now. A `durable` file outlives a power cut, which takes
+    `write` is given the file and its temporary path. A `durable` file outlives a power cut, which takes
     milliseconds, and others may read it; what is only remembered is this user's own.
     """
     target = Path(path)

@@ -51,17 +51,17 @@ def capture(
             " graph sees it"
         )
     if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in pytree.tree_leaves(call)):
-        raise CaptureError(f"{type(model).__name__} is given a nested tensor, which no engine takes")
+        raise CaptureError(f"{type(model).__name__} takes a nested tensor, which no engine supports")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_nested:
-            raise CaptureError(f"{name} is a nested tensor, which no engine takes")
+            raise CaptureError(f"{name} is a nested tensor, which no engine supports")
         if is_opaque(tensor) and not tensor.is_meta:
             raise CaptureError(
                 f"{name} is a {type(tensor).__name__}, a subclass of Tensor without"
                 " `__tensor_flatten__`, so the tensors inside are not known"
             )
     if dynamic_shapes is not None:
-        # A named Dim promises every size of its range to export, which gives up where the model treats 1 by
+        # A named Dim promises every size of its range to export, which fails if the model treats 1 by
         # itself; an unnamed one writes the exception down as a guard.
         for asked in (dynamic_shapes, _unnamed(dynamic_shapes)):
             try:

@@ -177,7 +177,7 @@ def check_dynamic_shapes(
     for name in named:
         if name not in bound and name not in kwargs:
             near = get_close_matches(str(name), list(bound), n=1)
-            known = f"near is {near[0]!r}" if near else f"they are {', '.join(bound)}"
+            known = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(bound)}"
             raise InputError(f"dynamic_shapes names {name!r}, which is not an argument of the call; {known}")
     if not named and len(dynamic_shapes) > len(bound):
         raise InputError(

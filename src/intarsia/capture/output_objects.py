@@ -76,7 +76,9 @@ def opening(model: nn.Module, call: Call) -> Iterator[None]:
     def opened(_module: nn.Module, _args: Any, result: Any) -> Any:
         made, objects[:] = _opened_in(result)
         if _is_in_two_places(objects, result):
-            raise CaptureError(f"{type(model).__name__} gives an object, or what it holds, in two places")
+            raise CaptureError(
+                f"{type(model).__name__} returns one object, or one of its attributes, in two places"
+            )
         return made
 
     hook = model.register_forward_hook(opened)
@@ -89,7 +91,7 @@ def opening(model: nn.Module, call: Call) -> Iterator[None]:
     # Not of the trace: export gives the model copies of its lists afterwards.
     first, again = _opened_by(model, call), _opened_by(model, call)
     if not len(objects) == len(first) == len(again):
-        raise CaptureError(f"{type(model).__name__} gives other objects at each call")
+        raise CaptureError(f"{type(model).__name__} returns other objects at each call")
     held = {id(part) for one in first for part in one.parts}
     for traced, one, other in zip(objects, first, again, strict=True):
         name = f"{type(model).__name__} gives a {type(one.parts[0]).__name__}"

@@ -42,8 +42,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """The model in evaluation, without gradients; its attributes, its buffers and the random state come back.
 
-    Attributes that are set anew come back, and tensors that are written to; a list or another object that a
-    model appends to in `forward` is beyond reach, as it is for capture.
+    Attributes that are replaced come back, and tensors that are written to; a list or another object that a
+    model appends to in `forward` is not restored, just as capture does not see it.
     """
     # The tables of TorchScript's modules are no dictionaries.
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
@@ -82,7 +82,7 @@ def initialized(model: Any, call: Call) -> list[str]:
         raise CaptureError(
             f"{type(model).__name__} fails on the example itself: {type(error).__name__}: {error}"
         ) from error
-    return [f"{', '.join(lazy) or 'the model'} had no weights yet: a run on the example made them"]
+    return [f"{', '.join(lazy) or 'the model'} had no weights yet: a run on the example initialized them"]
 
 
 def _weights(module: nn.Module) -> list[Any]:

@@ -144,7 +144,7 @@ class _Run:
     def effects(self, model: nn.Module, call: Call) -> Iterator[Effect]:
         calls, generators = self._calls, _generators()
         if shape_of_call(*call) != self._arguments:
-            what = "changes a list or dictionary that it is given, where no graph sees it"
+            what = "changes a list or dictionary that it is given, which no graph records"
             yield Effect(f"{type(model).__name__} {what}", "refusal")
         for where, function in calls.seeds.items():
             yield Effect(f"the model calls {function} at {where}, which a graph does not repeat", "refusal")
@@ -283,9 +283,7 @@ def _hook_effects(model: nn.Module) -> list[Effect]:
     ]
     if not hooked:
         return []
-    what = (
-        "what they compute is part of the graph, what else they do happens once, while the model is captured"
-    )
+    what = "the graph contains what they compute; their other effects happen once, during the capture"
     return [Effect(f"{FROZEN}hooks of {', '.join(hooked)}; {what}", "note")]
 
 

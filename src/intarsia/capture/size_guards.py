@@ -98,7 +98,7 @@ def read_guards(texts: Sequence[str], places: Mapping[str, int]) -> tuple[SizeGu
 def guard_texts(program: ExportedProgram) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The conditions a program was exported under, in a form `read_guards` reads, and notes on sizes fixed.
 
-    Raises CaptureError where this torch does not tell them and sizes may vary.
+    Raises CaptureError if this torch does not provide them and sizes may vary.
     """
     # The one place that reads this private name; tests/capture/test_size_guards.py watches it.
     texts = getattr(program, "_guards_code", None)

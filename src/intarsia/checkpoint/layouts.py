@@ -83,7 +83,7 @@ def _compressed_group(layout: str | None, group: Settings) -> Replacement:
         return int(size) if strategy == "group" else linear.in_features
 
     if strategy == "group" and (not isinstance(size, int) or size < 1):
-        raise InputError(f"quantization_config: group_size {size!r} is no number of inputs")
+        raise InputError(f"quantization_config: group_size {size!r} is not a valid number of inputs")
     if layout == "pack-quantized" and kind == "int" and bits in (2, 4, 8) and inputs is None:
         return lambda linear, names: PackedLinear(linear, bits, columns(linear), names, symmetric, one_scale)
     if layout in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
@@ -151,7 +151,7 @@ def _columns(size: Any, linear: nn.Linear) -> int:
     if size == -1 or size is None:
         return linear.in_features
     if not isinstance(size, int) or size < 1:
-        raise InputError(f"group_size {size!r} is no number of inputs")
+        raise InputError(f"group_size {size!r} is not a valid number of inputs")
     return size
 
 

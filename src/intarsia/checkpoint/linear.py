@@ -222,7 +222,7 @@ class AwqLinear(QuantizedLinear):
     def _takes(self, names: Collection[str]) -> None:
         self._divide()
         if self.out_features % self.each:
-            raise InputError(f"its {self.out_features} outputs are no multiple of {self.each}")
+            raise InputError(f"its {self.out_features} outputs are not a multiple of {self.each}")
         words = self._words(self.out_features)
         self._declare("qweight", (self.in_features, words), torch.int32)
         self._declare("scales", (self.groups, self.out_features))
@@ -255,7 +255,7 @@ class GptqLinear(QuantizedLinear):
     def _takes(self, names: Collection[str]) -> None:
         for size, kind in (self.in_features, "inputs"), (self.out_features, "outputs"):
             if size % self.each:
-                raise InputError(f"its {size} {kind} are no multiple of {self.each}")
+                raise InputError(f"its {size} {kind} are not a multiple of {self.each}")
         self._declare("qweight", (self._words(self.in_features), self.out_features), torch.int32)
         self._declare("qzeros", (self.groups, self._words(self.out_features)), torch.int32)
         self._declare("scales", (self.groups, self.out_features))

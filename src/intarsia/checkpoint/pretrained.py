@@ -43,7 +43,7 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> 
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} has no config.json, so it is no Hugging Face folder")
+        raise InputError(f"{folder} has no config.json, so it is not a Hugging Face folder")
     hf = transformers_for(str(folder))
     loaded = {} if dtype is None else {"dtype": dtype}
     try:

@@ -83,7 +83,7 @@ def _headers(files: list[Path]) -> dict[str, _Header]:
     for file in files:
         if file.suffix != ".safetensors":
             raise InputError(
-                f"{file} is no file of safetensors, the only one that quantized weights are read from"
+                f"{file} is not a safetensors file; quantized weights are read only from safetensors files"
             )
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # it is no dict
@@ -102,9 +102,7 @@ def _replace(model: nn.Module, headers: Mapping[str, _Header], settings: dict[st
         suffixes[module].add(suffix)
     packed = [name for name, names in suffixes.items() if not names.isdisjoint(_PACKED)]
     if not packed:
-        raise InputError(
-            f"no tensor of the checkpoint is named {' or '.join(_PACKED)}, as quantized ones are"
-        )
+        raise InputError(f"the checkpoint has no tensor named {' or '.join(_PACKED)}, as quantized ones are")
     modules = dict(model.named_modules())
     for name in packed:
         tensor = f"{name}.{next(suffix for suffix in _PACKED if suffix in suffixes[name])}"

@@ -94,7 +94,7 @@ class Blocks:
         return fed
 
     def untimed(self) -> list[BlockCost]:
-        """The blocks as findings tell them, without costs."""
+        """The blocks as findings list them, without costs."""
         bounds = [0, *self.places]
         return [
             BlockCost(bounds[number], len(segment.nodes), self.begins_at(number), digest)
@@ -119,7 +119,7 @@ def find_blocks(module: fx.GraphModule, atomic: Sequence[Atomic], most: int) -> 
     places: list[int] = []
     since, left = 0.0, sum(weight)
     for place, own in enumerate(weight):
-        # A layer is rarely a round part of the whole: the first waist behind nearly enough work ends a block,
+        # A layer is rarely a round part of the whole: the first waist after nearly enough work ends a block,
         # where another layer begins, lest an activation or a norm be parted from the product it follows.
         enough = 0.8 if _begins_layer(line.nodes[place]) else 1.6
         if place in waists and since >= enough * least and left >= 0.5 * least:

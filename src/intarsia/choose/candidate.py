@@ -92,7 +92,7 @@ class Built:
         return lambda: module(*args, **kwargs)
 
     def trial(self, seconds: tuple[float, ...], *, final: bool, before: Trial | None = None) -> Trial:
-        """What is told of it once it was measured; `before` is what an earlier race had shown."""
+        """The findings about it after it was measured; `before` is what an earlier race had shown."""
         own, count = self.candidate, len(self.module.plan)
         quickest = min(*seconds, math.inf if before is None else before.quickest)
         return Trial(
@@ -129,7 +129,7 @@ class Workshop:
         return uses_gpu(self.builder.module.graph)
 
     def workload(self, measured: Measured) -> Workload:
-        """What engines are told when they are asked for options worth measuring."""
+        """The description of the workload for engines that are asked for options worth measuring."""
         thorough = measured.budget_s is not None
         return Workload(self.builder.module, self.on_gpu, measured.objective, thorough)
 

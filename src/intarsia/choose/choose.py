@@ -65,7 +65,7 @@ def choose(
 def _again(
     known: Findings, measured: Measured, workshop: Workshop, engines: Sequence[Engine]
 ) -> Compiled | None:
-    """The plan that won an earlier search, built anew; None if it does not come out as it was measured."""
+    """The plan that won an earlier search, built again; None if the result differs from the measured one."""
     final = [trial for trial in known.trials if trial.final] or list(known.trials)
     if winner([trial.entry for trial in final], usual=known.trials[0].name).name != known.chosen:
         return None  # damaged, or decided by other rules
@@ -75,7 +75,7 @@ def _again(
         if candidate is None:
             return None
         built = workshop.build(candidate)
-    except IntarsiaError:  # what fails with these weights is found and told by a new search
+    except IntarsiaError:  # a new search finds and reports the failures with these weights
         return None
     if built.shape != trial.shape or (known.tolerance is not None and built.error > known.tolerance):
         return None

@@ -38,11 +38,11 @@ class Entry:
 
 
 def winner(entries: Sequence[Entry], usual: str = "") -> Entry:
-    """The plan to keep, a function of the measurements alone.
+    """The plan to use, a function of the measurements alone.
 
     It is the simplest of those that no plan beats by more than the spread, and no plan as simple at all.
     Of plans as simple as each other, the `usual` one, taken where nothing is measured, counts as simplest:
-    three rounds on a busy machine do not tell two engines apart that differ by a few per cent.
+    three rounds on a busy machine do not separate two engines that differ by a few per cent.
     A plan with fewer rounds than others left the race because it was far behind: it is not compared by
     rounds that it was spared, in which the machine may have been busy.
 
@@ -61,7 +61,7 @@ def winner(entries: Sequence[Entry], usual: str = "") -> Entry:
         as_simple = any(other.median < entry.median for other in simple)
         if not as_simple and not any(is_faster(other, entry) for other in entries):
             return entry
-    raise AssertionError("the plan of the least median is beaten by none")
+    raise AssertionError("the plan with the least median is not slower than another")
 
 
 def is_faster(one: Entry, other: Entry) -> bool:
@@ -311,7 +311,7 @@ EAGER = "the unchanged model was the fastest plan"
 
 @dataclass(frozen=True, eq=False)
 class MeasuredPlan(Plan):
-    """A plan and its findings; `str` tells both, `to_json` writes both."""
+    """A plan and its findings; `str` and `to_json` contain both."""
 
     findings: Findings = field(default_factory=lambda: Findings("latency"))
 
@@ -354,7 +354,7 @@ class MeasuredPlan(Plan):
 
 
 def measured_plan(plan: Plan, findings: Findings) -> MeasuredPlan:
-    """The plan with its findings; that a node went elsewhere is told there, not node by node."""
+    """The plan with its findings, which say once that nodes were moved, not node by node."""
     segments = []
     for segment in plan.segments:
         reasons = {

@@ -1,7 +1,7 @@
-"""What was measured, on disk by what it depends on: whole searches by model, costs by block.
+"""Measurements on disk, by what they depend on: whole searches by model, costs by block.
 
-What is remembered is the search: the winner is built and verified again, and if it comes out differently
-everything is measured anew. With a tolerance the key has a digest of weights and examples, since errors are
+What is remembered is the search: the winner is built and verified again, and if the result differs,
+everything is measured again. With a tolerance the key has a digest of weights and examples, since errors are
 those of numbers.
 """
 
@@ -93,7 +93,7 @@ def _value(value: Any, symbols: dict[str, str]) -> str:
 
 
 def _size(size: Any, symbols: dict[str, str]) -> str:
-    """A size; symbols are called by the order in which they appear, and tell the example's value."""
+    """A size; symbols are named by the order in which they appear, with the example's value."""
     if isinstance(size, int):
         return str(size)
     text = _SYMBOL.sub(lambda match: symbols.setdefault(match[0], f"n{len(symbols)}"), str(size))

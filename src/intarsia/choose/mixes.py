@@ -100,7 +100,8 @@ class Costing:
     ) -> tuple[BlockCost, ...] | None:
         """Seconds of every block on every engine that takes it; None if `enough` ended it before the last.
 
-        Equal blocks are measured once. `enough` is told what comes next, and says whether to stop.
+        Equal blocks are measured once. `enough` receives the name of the next step, and returns whether to
+        stop.
         """
         known: dict[str, dict[str, float]] = {}
         fed = blocks.values(inputs)
@@ -223,7 +224,7 @@ def promising_mixes(
 
 
 def mix(blocks: Blocks, engines: Sequence[Engine], way: Sequence[str]) -> Candidate:
-    """The candidate that runs block `i` on `way[i]`, with a name that tells it from other mixes."""
+    """The candidate that runs block `i` on `way[i]`, with a name that no other mix has."""
     bounds = [i for i in range(len(way)) if i == 0 or way[i] != way[i - 1]]
     parts = [f"{way[i]} {i}-{end - 1}" for i, end in zip(bounds, [*bounds[1:], len(way)], strict=True)]
     name = f"mix of blocks: {', '.join(parts)}"

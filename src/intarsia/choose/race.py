@@ -102,7 +102,7 @@ def round_s(names: Sequence[str], trials: Trials) -> float:
 
 
 def is_quick(names: Sequence[str], trials: Trials, rounds: int = SPREAD_ROUNDS) -> bool:
-    """Whether these rounds (three show a spread) take so little that a budget need not tell."""
+    """Whether these rounds (three show a spread) take so little time that the budget does not matter."""
     return rounds * round_s(names, trials) < _QUICK_S
 
 
@@ -121,7 +121,7 @@ def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) ->
 def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> list[str]:
     """Who runs: those that were built since, and the leaders, or where calls take long those near the best.
 
-    Three rounds of two plans tell more than one of six.
+    Three rounds of two plans are more informative than one round of six.
     """
     near = sorted(leaders, key=lambda name: trials[name].quickest)
     while len(near) > _PAIR and SURE_ROUNDS * round_s([*near, *fresh], trials) > _SURE_S:
@@ -187,7 +187,7 @@ def no_room(module: fx.GraphModule) -> str | None:
 
 
 def free_bytes() -> int | None:
-    """Memory that this process may still take, as Linux tells it; None elsewhere."""
+    """Memory that this process may still take, according to Linux; None on other systems."""
     limits = [value for value in (_available(), _left_to_group()) if value is not None]
     return min(limits, default=None)
 

@@ -44,10 +44,10 @@ _BLOCKS = (12, 6, 3)  # the most blocks that a graph is cut into; fewer where ti
 _RESERVE = 0.3  # the part of the budget that is kept for building mixes and for the last race
 _RACE_S = 0.1  # of one block on one engine
 _MIXES = 3  # how many are built
-_CLOSE = 1.3  # who is further behind after the first race does not run in the last
-_FAR = 1.6  # who is so far behind in any round of a race leaves it at once, and no options of it are tried
+_CLOSE = 1.3  # who is slower after the first race does not run in the last
+_FAR = 1.6  # plans this slow in two rounds leave the race, and no options of them are tried
 _ROUNDS = 20  # of the race that decides
-_AHEAD = 1.03  # a plan is so much quicker than the one that is kept, by the median
+_AHEAD = 1.03  # another plan's median is faster than the selected plan's by this factor
 _AGAIN = 1.7  # without a budget given, measuring may take so many times what the first plan took
 
 
@@ -94,7 +94,7 @@ class Search:
         self._build_all([first, *(other for other in others if other not in later)])
         if not self.built:
             raise self.errors[0]
-        rounds = 5 if self.measured.budget_s else 3  # that tell who may win; the last race tells who does
+        rounds = 5 if self.measured.budget_s else 3  # that show which plans may win; the last race decides
         self._race(list(self.built), final=False, rounds=rounds, share=0.15)
         leaders = self._close(_CLOSE)
         variants = self._variants(leaders)
@@ -123,10 +123,10 @@ class Search:
         return variants
 
     def _last_race(self, names: Sequence[str]) -> None:
-        """The race that decides; once more where another plan seems faster than the one that is kept.
+        """The race that decides; once more where another plan seems faster than the selected one.
 
-        With those that were let go, where the machine was so busy that one of them may be faster; or with
-        those alone that are ahead in the median, but did not win three rounds of four.
+        With dropped plans, where the machine was so busy that one of them may be faster; or with
+        only those that are ahead in the median, but did not win three rounds of four.
         """
         # They were 15 of the 52 s of CPU time that BERT with sizes that vary was compiled for, in 20 rounds.
         is_long = self.measured.budget_s is None and not is_quick(names, self.trials, _ROUNDS)
@@ -190,7 +190,7 @@ class Search:
         return [mix(blocks, quick, way) for way in ways]
 
     def _shortened(self, lead: str) -> list[str]:
-        """Plans in shorter arithmetic whose error stays within the tolerance; the others are let go."""
+        """Plans in shorter arithmetic whose error stays within the tolerance; the others are dropped."""
         if self.tolerance is None:
             return []
         fitting = []
@@ -251,7 +251,7 @@ class Search:
     def _affordable_blocks(self, engines: int) -> Blocks | None:
         """Blocks as small as the time that is left allows; None without waists, or without time."""
         builder = self.workshop.builder
-        if self.blocks:  # findings tell one way to cut
+        if self.blocks:  # findings describe one way to cut
             return blocks_at(builder.module, [block.place for block in self.blocks[1:]])
         left = self.progress.left_s - _RESERVE * self.progress.budget_s
         whole = (sum if engines > 1 else max)(self.build_s.values())
@@ -298,11 +298,11 @@ class Search:
                 self.left_out.append(f"{candidate.name}: {str(error).splitlines()[0]}")
                 continue
             self.built[candidate.name] = built
-            if not candidate.is_slow_to_build:  # which says nothing of the others
+            if not candidate.is_slow_to_build:  # which is no evidence about the others
                 self.build_s[candidate.engine_names] = built.build_s
             names.append(candidate.name)
             self._limit()
-            if favoured:  # what it took is not taken from the others
+            if favoured:  # its time is not subtracted from the others
                 self.progress.budget_s += built.build_s
         return names
 
@@ -391,15 +391,15 @@ class Search:
         return [trial.name for trial in ranked if min(trial.seconds) <= limit]
 
     def _may_beat(self, trial: Trial, kept: Trial) -> bool:
-        """Whether a plan that was let go seems faster, and is not far behind the quickest round of all."""
+        """Whether a dropped plan seems faster, and is not far behind the quickest round of all."""
         best = min(other.quickest for other in self.trials.values())
         return trial.quickest < min(kept.median, _FAR * best)
 
     def _no_room(self) -> str | None:
-        """Why another plan may not fit into memory, after the programs of plans far behind were let go.
+        """Why another plan may not fit into memory, after the programs of plans far behind were dropped.
 
         Each may hold a copy of the weights. Where there is room they stay: a plan may be far behind because
-        the machine was busy (of Mixtral the quickest plan, 1.30 s, was let go, and one of 2.01 s kept).
+        the machine was busy (of Mixtral the fastest plan, 1.30 s, was dropped, and one of 2.01 s selected).
         """
         if (reason := no_room(self.workshop.builder.module)) is not None and self._behind & self.built.keys():
             self.built = self._near

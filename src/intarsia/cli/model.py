@@ -260,7 +260,7 @@ class _CapturedModel(nn.Module):
 
 def _from_folder(path: Path, dtype: torch.dtype | None) -> Specimen:
     if not (path / "config.json").is_file():
-        raise InputError(f"{path} has no config.json, so it is no Hugging Face folder; give {_FORMS}")
+        raise InputError(f"{path} has no config.json, so it is not a Hugging Face folder; give {_FORMS}")
     if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         model = load_pretrained(path, dtype=dtype)
     else:
@@ -295,7 +295,7 @@ def _random(kind: Any, config: Any) -> Any:
 
 
 def _hugging_face_call(name: str, model: Any) -> dict[str, torch.Tensor]:
-    """An example call, made from what the configuration tells of the model's main input."""
+    """An example call, made from the configuration's data about the model's main input."""
     config, main = model.config, model.main_input_name
     texts, draw = getattr(config, "text_config", config), torch.Generator().manual_seed(0)
     if main == "pixel_values":

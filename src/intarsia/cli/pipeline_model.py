@@ -149,7 +149,7 @@ def _hugging_face(kind: str, sizes: str) -> Callable[[], nn.Module]:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside a skip."""
+    """Attention and a perceptron, each after a norm and with a skip connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ def _resumed(pipe: DistributedPipeline, optimizer: torch.optim.Optimizer, option
 
 
 def _restarted(options: Training) -> bool:
-    """Whether torchrun began this run anew and its earlier life left a checkpoint to go on from."""
+    """Whether torchrun began this run again and the earlier run left a checkpoint to continue from."""
     if options.save is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     latest = _latest(options.save)

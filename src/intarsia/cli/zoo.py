@@ -171,7 +171,7 @@ def _resnet50(hf: Any, full: bool) -> Specimen:
 @_maker
 def _convnext(hf: Any, full: bool) -> Specimen:
     tiny = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]}
-    # The published layer scale of 1e-6 would hide the blocks behind the residual.
+    # The published layer scale of 1e-6 would hide the blocks in the residual.
     config = hf.ConvNextConfig(layer_scale_init_value=0.5, **({} if full else tiny))
     return Specimen(hf.ConvNextModel(config), (_image(full),))
 

@@ -29,7 +29,7 @@ _SIZES_RECORDED = 8  # CUDA graphs of sizes between the ends of a range
 class Assembler:
     """Makes modules of one model, whatever plan they run by."""
 
-    model: nn.Module | None  # as something to call; None for new weights that come without a model
+    model: nn.Module | None  # as a callable; None for new weights without a model
     signature: inspect.Signature | None
     options: CompileOptions
     strategy: Strategy

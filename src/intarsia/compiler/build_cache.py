@@ -161,7 +161,7 @@ def _converters() -> list[str]:
     )
 
 
-_PACKAGES = ("torch", "onnx", "onnx_ir", "numpy")  # engines tell their own
+_PACKAGES = ("torch", "onnx", "onnx_ir", "numpy")  # engines have their own
 
 
 def of_lowered(lowered: Lowered) -> Iterator[str]:
@@ -194,7 +194,7 @@ def _graph(module: fx.GraphModule) -> Iterator[str]:
 
 
 class Unknowable(Exception):
-    """Something has no text that tells it from all others."""
+    """A value has no text that is unique to it."""
 
 
 def _argument(value: Any) -> str:

@@ -124,7 +124,7 @@ def _must_be_whole(job: CompileJob, error: IntarsiaError) -> bool:
     if not isinstance(job.model, nn.Module):
         return True
     if job.request.dynamic_shapes is None or isinstance(error, LoweringError | UnrepeatableError):
-        return False  # a graph that torch cannot take apart says nothing against the sizes
+        return False  # a graph that torch cannot decompose is no evidence against the sizes
     try:
         capture(job.model, *copied_call(job.request.call))  # export leaves marks on what it was given
     except CaptureError:
@@ -183,7 +183,7 @@ _STAGE_FILES = (str(_PACKAGE / "compiler" / "job.py"), __file__)
 
 
 def is_for_user(error: Exception) -> bool:
-    """Whether an error of a compile tells the user what to change; any other is ours."""
+    """Whether the user can act on an error of a compile; other errors are defects of Intarsia."""
     is_missing = isinstance(error, EngineError) and _stage_of(error) == "prepare"  # an engine that was named
     return is_missing or isinstance(error, _FOR_USER)
 
@@ -211,7 +211,7 @@ def internal_error(error: Exception) -> InternalError:
 def model_as_it_is(model: nn.Module | ExportedProgram, reason: str) -> PartlyCompiled:
     """The model itself, run in PyTorch as in evaluation, with the plan and the notes of a compiled module."""
     module = model.module() if isinstance(model, ExportedProgram) else model
-    notes = [f"all of it runs as it is, in PyTorch: {reason}"]
+    notes = [f"the whole model runs as it is, in PyTorch: {reason}"]
     return PartlyCompiled(shared_copy(module), {}, notes, reason, module)
 
 

@@ -141,7 +141,7 @@ class Support:
 class CompileJob:
     """One compile of one model, or of one part of it: `run` has the stages in their order."""
 
-    model: nn.Module | ExportedProgram | None  # None for new weights that come without a model
+    model: nn.Module | ExportedProgram | None  # None for new weights without a model
     request: Request
     engines: tuple[Engine, ...]
     options: CompileOptions
@@ -321,7 +321,7 @@ class CompileJob:
             return compiled
         engines = self._quick_engines()
         table = support.table.with_engines(tuple(engine.name for engine in engines))
-        anew = f"the plan that measured best is not used: compiled, the model {fault}"
+        anew = f"the fastest plan is not used: with it, the compiled model {fault}"
         repaired = [] if support.measured is None else [(dict[fx.Node, dict[str, str]](), anew)]
         for refusals, note in (*repaired, *suspects(graph.lowered.module.graph, compiled.plan, fault)):
             narrowed = Support(engines, table.with_refusals(refusals), notes=(*support.notes, note))
@@ -375,8 +375,8 @@ class CompileJob:
     def as_it_is(self, graph: LoweredModel, fault: str) -> Compiled:
         """The model itself, run in PyTorch: what was made of it does not answer as it does."""
         if self.options.limits.require_full_compilation:
-            raise PartitionError(f"full compilation is impossible: compiled, the model {fault}")
-        reason = f"the model runs as it is, in PyTorch: compiled, it {fault}"
+            raise PartitionError(f"full compilation is impossible: the compiled model {fault}")
+        reason = f"the model runs as it is, in PyTorch: the compiled model {fault}"
         noted = replace(graph, notes=(*graph.notes, reason))
         return self._assembler.eager(noted, self._quick_engines(), reason, "required")
 

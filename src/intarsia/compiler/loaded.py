@@ -1,7 +1,7 @@
 """New weights for a module that was loaded: the program in its file is captured again, and refitted.
 
 An `ExportedProgram` cannot be read without torch's unpickling, so the graph in the file is exported again.
-What does not come out as that graph is refused.
+A result that differs from that graph is refused.
 """
 
 from __future__ import annotations

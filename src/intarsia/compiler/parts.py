@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,8 @@ from torch.utils import _pytree as pytree
 from intarsia.capture.example import Call as Call
 from intarsia.capture.example import copied_call, is_transformed
 from intarsia.capture.protect import kept_random_state, shared_copy, undisturbed
-from intarsia.capture.run_effects import attributes_of, changing_modules, shape_of_call
+from intarsia.capture.run_effects import attributes_of, changing_modules
+from intarsia.capture.watch import Ended, watch_calls
 from intarsia.compare import disagreement
 from intarsia.errors import CaptureError, IntarsiaError, PartitionError
 from intarsia.partition.names import (
@@ -48,7 +50,7 @@ def compile_parts(
     """
     notes = [*notes, f"the model is not captured as a whole: {reason}"]
     if compile_one is None or isinstance(model, torch.jit.ScriptModule):
-        notes = [*notes, "all of it runs as it is, in PyTorch"]
+        notes = [*notes, "the whole model runs as it is, in PyTorch"]
         return PartlyCompiled(shared_copy(model), {}, notes, reason, model)
     seen = _record(model, call)
     parts, failures = _make_each(model, seen, compile_one)
@@ -64,14 +66,16 @@ def compile_parts(
         if _fault(assembled(model, {p: c}, (), reason), call, seen.answer) is None
     }
     notes += [
-        f"{path} runs as it is: compiled, the model answers differently: {fault}"
+        f"{path} runs as it is: the compiled model answers differently: {fault}"
         for path in {*parts} - {*alone}
     ]
     partly = assembled(model, alone, notes, reason)
     fault = _fault(partly, call, seen.answer) if alone else None
     if fault is None:
         return partly
-    return assembled(model, {}, [*notes, f"all of it runs as it is: compiled in parts, {fault}"], reason)
+    return assembled(
+        model, {}, [*notes, f"the whole model runs as it is: compiled in parts, it {fault}"], reason
+    )
 
 
 @dataclasses.dataclass
@@ -88,38 +92,27 @@ class _Seen:
 def _record(model: nn.Module, call: Call) -> _Seen:
     """Run the model on a copy of the call, and note what each submodule is called with.
 
-    `tuning.recorded` notes calls too, of a whole program over several runs: their kinds and times, which say
-    what is worth a program. Here it is one run, in which a submodule may be under a transform of torch.func,
-    whose tensors cannot be kept, or fill a cache that no pytree knows.
+    `tuning.recorded` watches calls by the same hooks, over several runs of a program: their kinds and times
+    say what is worth a program. Here is one run, and the first calls alone become examples.
     """
     calls: dict[str, list[Call]] = {}
-    shapes: dict[str, list[Any]] = {}
     filling: set[str] = set()
     transformed: set[str] = set()
-    handles = []
 
-    def noting(path: str) -> Callable[..., None]:
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            known = calls.setdefault(path, [])
-            shapes.setdefault(path, []).append(shape_of_call(args, kwargs))
-            if is_transformed((args, kwargs)):
-                transformed.add(path)
-            elif len(known) < _MOST_CALLS:
-                known.append(copied_call((args, kwargs)))
+    def begin(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Ended], None]:
+        known = calls.setdefault(path, [])
+        if is_transformed((args, kwargs)):
+            transformed.add(path)
+        elif len(known) < _MOST_CALLS:
+            known.append(copied_call((args, kwargs)))
+        return lambda ended: filling.update([path] if ended.fills else [])
 
-        return note
-
-    def comparing(path: str) -> Callable[..., None]:
-        def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-            if shapes[path].pop() != shape_of_call(args, kwargs):
-                filling.add(path)
-
-        return compare
-
-    for path, module in model.named_modules():
-        if path and not isinstance(module, torch.jit.ScriptModule):
-            handles.append(module.register_forward_pre_hook(noting(path), with_kwargs=True))
-            handles.append(module.register_forward_hook(comparing(path), with_kwargs=True))
+    handles = [
+        handle
+        for path, module in model.named_modules()
+        if path and not isinstance(module, torch.jit.ScriptModule)
+        for handle in watch_calls(module, partial(begin, path))
+    ]
     copy = shared_copy(model)  # the hooks are seen by it too; what the run changes in Python is the copy's
     before = attributes_of(copy)
     args, kwargs = copied_call(call)
@@ -145,7 +138,7 @@ def explain_parts(
 
 
 def _make_each(model: nn.Module, seen: _Seen, make_one: MakeOne[P]) -> tuple[dict[str, P], dict[str, str]]:
-    """Submodules made ready by path, and why others failed; none lies within another."""
+    """Submodules made ready by path, and why others failed; none is inside another."""
     modules = dict(model.named_modules())
     order = sorted(seen.calls, key=lambda path: -_elements(modules[path]))
     parts: dict[str, P] = {}
@@ -170,7 +163,7 @@ def _make_each(model: nn.Module, seen: _Seen, make_one: MakeOne[P]) -> tuple[dic
                 outcome = "no engine takes any of it"
             why = outcome
         failures[path] = why
-    # Of a module that fails because its parts do, the parts tell why.
+    # If a module fails because of its parts, the parts have the reason.
     return parts, {p: w for p, w in failures.items() if not any(part.startswith(f"{p}.") for part in parts)}
 
 
@@ -181,7 +174,7 @@ def _not_a_part(path: str, module: nn.Module, seen: _Seen) -> str | None:
     if path in seen.transformed:
         return "a transform of torch.func runs it"
     if path in seen.filling:
-        return "it puts something into what it is given"
+        return "it changes a list or dictionary of its arguments"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has hooks"
     return None

@@ -1,7 +1,7 @@
 """New weights for a compiled module: the graph is lowered once more, and cut and built as before.
 
 The program is lowered again, because passes look at the values of constants and engines at converted ones.
-Otherwise every pass and every pattern would have to record what came from where.
+Otherwise every pass and every pattern would have to record the origin of each value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rebuild(Protocol):
 
 
 class Refit:
-    """Makes the module with other weights; if they come with a model, it is compared with that model."""
+    """Makes the module with other weights; if a model is passed too, it is compared with that model."""
 
     def __init__(self, job: Rebuild, examples: Sequence[Example]) -> None:
         self._job = job
@@ -138,9 +138,9 @@ def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
 
 
 def _named_like(old: fx.GraphModule, new: fx.GraphModule) -> fx.GraphModule:
-    """The new graph, whose nodes have the names of the old ones and tell where they come from as those do.
+    """The new graph, whose nodes have the names and the source lines of the old ones.
 
-    Plans know nodes by name, and torch names those of a program that comes out of a file anew.
+    Plans know nodes by name, and torch gives new names to the nodes of a program that was read from a file.
     """
     pairs = [(a, b) for a, b in zip(_steps(old), _steps(new), strict=True) if a.op == "call_function"]
     for a, b in pairs:

@@ -59,7 +59,7 @@ class ConversionContext:
         value = self.value
         first = value[0] if isinstance(value, list | tuple) else value
         if not isinstance(first, torch.Tensor):
-            raise ConversionError(f"{self.name} makes no tensor")
+            raise ConversionError(f"{self.name} does not return a tensor")
         return first.dtype
 
     @property
@@ -149,7 +149,7 @@ def number(ctx: ConversionContext, value: Any, dtype: ir.DataType) -> Tensor:
 
 
 def narrowed(ctx: ConversionContext, result: Tensor) -> Tensor:
-    """What was computed, in the dtype of the result."""
+    """The computed value, in the dtype of the result."""
     return F.cast(result, ctx.dtype)
 
 
@@ -188,7 +188,7 @@ def enforce_tensor_types(
     for key, wanted in types.items():
         if not wanted or any(t not in (Tensor, np.ndarray, torch.Tensor) for t in wanted):
             raise ConversionError(
-                f"argument {key!r} must list Tensor, np.ndarray or torch.Tensor, not {wanted}"
+                f"argument {key!r} must be annotated with Tensor, np.ndarray or torch.Tensor, not {wanted}"
             )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,4 +220,4 @@ def _enforce(key: int | str, value: Any, wanted: Types, promote: bool) -> Any:
                 return value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
             return torch.as_tensor(value)
     names = " or ".join(kind.__name__ for kind in wanted)
-    raise ConversionError(f"argument {key!r} is a {type(value).__name__}; {names} is wanted")
+    raise ConversionError(f"argument {key!r} is a {type(value).__name__}; it must be {names}")

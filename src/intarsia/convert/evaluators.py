@@ -1,4 +1,4 @@
-"""Nodes that make no layer of their own: indexing of tuples, sizes, arithmetic on sizes."""
+"""Nodes that need no layer: indexing of tuples, sizes, arithmetic on sizes."""
 
 from __future__ import annotations
 

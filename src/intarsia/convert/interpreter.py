@@ -27,7 +27,7 @@ _CHECKS_INDICES = frozenset(
 
 
 class NodeError(ConversionError):
-    """A node that could not be converted; `node` is the culprit."""
+    """A node that could not be converted; `node` is the faulty one."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(f"{node.name} ({node.target}): {reason}")
@@ -38,10 +38,10 @@ class NodeError(ConversionError):
 def convert(
     module: fx.GraphModule, name: str = "network", notes: list[str] | None = None, engine: Any = None
 ) -> Network:
-    """The network that computes what a graph of core ATen does; NodeError names what it cannot take.
+    """The network of a graph of core ATen; NodeError names a node that cannot be converted.
 
-    `notes` is told of a user's converter that failed, so that another one took its place. Converters may ask
-    for the `engine` that the network is made for.
+    `notes` receives an entry if a user's converter failed and another one was used instead. Converters may
+    ask for the `engine` that the network is made for.
     """
     net = Network(name)
     ctx = ConversionContext(net, for_engine=engine)
@@ -95,7 +95,7 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 
 def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
-    """What a get_attr node holds: a frozen tensor, or a graph for control flow."""
+    """The value of a get_attr node: a frozen tensor, or a graph for control flow."""
     value: Any = module
     for part in str(node.target).split("."):
         value = getattr(value, part)
@@ -140,7 +140,7 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
 
 
 def _empty_result(value: Any) -> Any:
-    """A result that is known to have no elements, made from its shape alone; engines fail over such."""
+    """A result without elements, made from its shape alone; engines fail on empty tensors."""
     if isinstance(value, list | tuple):
         items = [_empty_result(item) for item in value]
         return tuple(items) if items and None not in items else None
@@ -153,7 +153,7 @@ def _empty_result(value: Any) -> Any:
 
 
 def _checks_indices(node: fx.Node) -> bool:
-    """Whether torch looks at indices although there is nothing to compute."""
+    """Whether torch checks indices although there is nothing to compute."""
     if node.target not in _CHECKS_INDICES:
         return False
     values = [arg.meta.get("val") for arg in node.args[1:] if isinstance(arg, fx.Node)]
@@ -166,7 +166,7 @@ def stamp(node: fx.Node, result: Any) -> Any:
     if isinstance(expected, list | tuple):
         if not isinstance(result, list | tuple) or len(result) != len(expected):
             raise ConversionError(
-                f"the converter made {_count(result)} results where torch makes {len(expected)}"
+                f"the converter returned {_count(result)} results where torch returns {len(expected)}"
             )
         return tuple(
             None if item is None else _stamp_one(item, value)
@@ -183,17 +183,19 @@ def _stamp_one(result: Any, expected: Any) -> Any:
     if isinstance(result, torch.Tensor):
         result = F.constant(result)
     if not isinstance(result, Tensor):
-        raise ConversionError(f"the converter made a {type(result).__name__}, not a tensor")
+        raise ConversionError(f"the converter returned a {type(result).__name__}, not a tensor")
     dtype = dtypes.to_onnx(expected.dtype)
     if result.dtype != dtype:
-        raise ConversionError(f"the converter made {result.dtype.name} where torch makes {dtype.name}")
+        raise ConversionError(f"the converter returned {result.dtype.name} where torch returns {dtype.name}")
     shape = shape_of(expected)
     have = result.shape
     if len(have) != len(shape):
-        raise ConversionError(f"the converter made {len(have)} dimensions where torch makes {len(shape)}")
+        raise ConversionError(
+            f"the converter returned {len(have)} dimensions where torch returns {len(shape)}"
+        )
     for size, expected_size in zip(have, shape, strict=True):
         if isinstance(size, int) and isinstance(expected_size, int) and size != expected_size:
-            raise ConversionError(f"the converter made shape {have} where torch makes {shape}")
+            raise ConversionError(f"the converter returned shape {have} where torch returns {shape}")
     if have != shape and result.value.producer() is not None:
         result.value.shape = ir.Shape(shape)
     return result
@@ -204,7 +206,7 @@ def _count(result: Any) -> str:
 
 
 def mark_outputs(net: Network, returned: Sequence[Any]) -> None:
-    """Mark what a graph returns; what no layer here makes, or is returned twice, gets an identity."""
+    """Mark the outputs of a graph; a value without a layer here, or returned twice, gets an Identity."""
     net.scope, net.origin = "", None
     marked: set[ir.Value] = set()
     for index, item in enumerate(returned):

@@ -95,7 +95,7 @@ class Registry:
             self._store(target, others)
 
     def converters(self, target: Any) -> tuple[Converter, ...]:
-        """Converters in the order of trial: HIGH before STANDARD, yours before ours, newer before older."""
+        """Converters in the order of trial: HIGH first, user converters before shipped ones, newer first."""
         return self._converters.get(target, ())
 
     def targets(self) -> list[Any]:
@@ -158,7 +158,7 @@ def converter(
     ...     return F.leaky_relu(self, negative_slope)
     """
     if not keys:
-        raise ConversionError("a converter needs the operator it converts")
+        raise ConversionError("@converter needs the operator that it converts")
 
     def decorate(function: Author) -> Author:
         shipped = (function.__module__ or "").startswith("intarsia.convert.aten")
@@ -206,7 +206,7 @@ def _overload_of(custom: Any) -> Any:
     """The one overload of what `torch.library.custom_op` makes; torch has no public name for it."""
     overload = getattr(custom, "_opoverload", None)
     if not isinstance(overload, torch._ops.OpOverload):
-        raise ConversionError(f"{custom!r} is known to torch.ops only; name its overload there")
+        raise ConversionError(f"{custom!r} is registered only in torch.ops; name its overload there")
     return overload
 
 
@@ -234,8 +234,8 @@ _RAW = ("ctx", "target", "args", "kwargs", "name")
 def adapt(function: Callable[..., Any], target: Any, elsewhere: frozenset[str] = frozenset()) -> Function:
     """Bind a converter, raw or with schema-named arguments; a name the schema lacks is an error now.
 
-    A function that serves several overloads may name what only some of them have (`elsewhere`). For the
-    others the parameter keeps its Python default.
+    A function that serves several overloads may name what only some of them have (`elsewhere`). In the other
+    overloads the parameter has its Python default.
     """
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters]

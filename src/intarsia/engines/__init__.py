@@ -1,4 +1,4 @@
-"""What runs a piece: the engines this package ships, and those other packages add."""
+"""The engines that run a piece: those of this package, and those that other packages add."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError
 
 ENTRY_POINTS = "intarsia.engines"
-# In the order they are asked. Engines of other packages come behind the first two.
+# In the order they are asked. Engines of other packages come after the first two.
 _FIRST: tuple[type[Engine], ...] = (OpenVINO, OnnxRuntime)
 _LAST: tuple[type[Engine], ...] = (
     OpenVINOInt8,
@@ -66,7 +66,7 @@ def short_engines() -> dict[str, type[Engine]]:
 
 
 def _load_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
-    """The engines there are, and those of other packages that could not be loaded, each with the reason."""
+    """The known engines, and engines of other packages that could not be loaded, each with the reason."""
     engines = {kind.name: kind for kind in _FIRST}
     shipped = {kind.name for kind in (*_FIRST, *_LAST)}
     broken: dict[str, str] = {}
@@ -82,7 +82,7 @@ def _load_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
 
 @functools.lru_cache(maxsize=4)
 def _entry_points(path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
-    """What packages on this path offer; to read all their metadata again was 7 % of a small compile."""
+    """The engines of packages on this path; reading all their metadata again took 7 % of a small compile."""
     return tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
@@ -95,7 +95,7 @@ def default_engines(device: str = "cpu", notes: list[str] | None = None) -> list
                 engines.append(kind())
         except Exception as error:
             if notes is not None:
-                notes.append(f"{name}: it could not be made: {_first_line(error)}")
+                notes.append(f"{name}: it could not be created: {_first_line(error)}")
     return engines
 
 
@@ -104,7 +104,7 @@ def resolve_engines(
 ) -> tuple[list[Engine], list[str]]:
     """The engines to use, PyTorch last, and a sentence for each that this machine lacks.
 
-    An engine asked for by the user and unavailable is an error; of the default ones it is a note.
+    An engine asked for by the user and unavailable is an error; for a default engine it is a note.
     """
     known, broken = _load_engines()
     notes: list[str] = []
@@ -113,7 +113,7 @@ def resolve_engines(
         engines = default_engines(device, notes)
     else:
         if isinstance(asked, type) or not isinstance(asked, Engine | str | Iterable):
-            raise EngineError(f"engines={asked!r}; give engines or their names, e.g. ['openvino']")
+            raise EngineError(f"engines={asked!r}; pass engines or their names, e.g. ['openvino']")
         listed = [asked] if isinstance(asked, Engine | str) else list(asked)
         if any(isinstance(item, str) and item not in known and item not in broken for item in listed):
             _entry_points.cache_clear()  # it may have been installed meanwhile
@@ -131,15 +131,15 @@ def resolve_engines(
     names = [engine.name for engine in usable]
     for name in names:
         if names.count(name) > 1:
-            raise EngineError(f"engine {name!r} is given twice")
+            raise EngineError(f"engine {name!r} is named twice")
     pytorch = next((engine for engine in usable if engine.name == "pytorch"), PyTorch())
     return [*(engine for engine in usable if engine is not pytorch), pytorch], notes
 
 
 def with_unasked_engines(usable: Sequence[Engine], device: str, model: object = None) -> list[Engine]:
-    """All engines that are here, those too that a fixed order leaves out, PyTorch last: timing decides.
+    """All available engines, including those that a fixed order omits, PyTorch last: timing decides.
 
-    With a model, only those of them that may pay for it.
+    With a model, only the engines that may be faster for it.
     """
     names = [engine.name for engine in usable]
     others: list[Engine] = []
@@ -157,7 +157,7 @@ def with_unasked_engines(usable: Sequence[Engine], device: str, model: object = 
 def with_short_engines(
     usable: Sequence[Engine], arithmetic: Sequence[str]
 ) -> tuple[list[Engine], dict[str, str]]:
-    """The engines, and before PyTorch those of them in shorter arithmetic; why others are not there."""
+    """The engines, with those in shorter arithmetic before PyTorch; and why others are missing."""
     wrong = [engine for engine in usable if not (engine.is_exact or engine.arithmetic in arithmetic)]
     usable = [engine for engine in usable if engine not in wrong]
     names = [engine.name for engine in usable]
@@ -171,7 +171,7 @@ def with_short_engines(
     precision = ", ".join(arithmetic)
     missing |= {e.name: f"it computes in {e.arithmetic}, and precision is {precision}" for e in wrong}
     if not missing and all(engine.is_exact for engine in engines):
-        missing[precision] = "no engine that was named computes in it"
+        missing[precision] = "none of the named engines computes in it"
     return engines, missing
 
 
@@ -179,7 +179,7 @@ def _unavailable(engine: Engine) -> str | None:
     try:
         return engine.unavailable()
     except Exception as error:
-        return f"it failed when asked whether it is there: {_first_line(error)}"
+        return f"the check whether it is available failed: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

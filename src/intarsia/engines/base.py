@@ -27,7 +27,7 @@ Program = Callable[..., tuple[torch.Tensor, ...]]
 class GuardedProgram:
     """A program that detects calls that its engine would answer differently from PyTorch.
 
-    `otherwise` answers them; where nobody does, such a call is a GuardError.
+    `otherwise` answers them; without it, such a call raises GuardError.
     """
 
     otherwise: Program | None = None
@@ -53,7 +53,7 @@ def _no_answer(*_: Any) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a search for the fastest plan measures. Engines read it to propose options (`variants`)."""
+    """The workload of a search for the fastest plan. Engines read it to propose options (`variants`)."""
 
     module: fx.GraphModule  # the whole model, lowered
     on_gpu: bool = False
@@ -115,7 +115,7 @@ class Engine(abc.ABC):
         return self.arithmetic == "fp32"
 
     def key(self) -> str:
-        """What makes two engines of this class build different programs."""
+        """The options that make engines of this class build different programs."""
         return repr(self)
 
     def version(self) -> str:
@@ -134,7 +134,7 @@ class Engine(abc.ABC):
     def variants(self, workload: Workload) -> list[tuple[str, Engine]]:
         """The same engine with other options that may be faster for this model, each with a short label.
 
-        Options that the user gave stay: only what stands at its default is varied.
+        Options that the user gave stay: only options with their default value are varied.
         """
         return []
 
@@ -198,6 +198,7 @@ class NetworkEngine(Engine):
         """Why this engine refuses the layers of a small network; None if it accepts them."""
 
     takes_bodies: ClassVar[bool] = False  # layers that hold networks: `If` and `Loop`
+    divides_exactly: ClassVar[bool] = True  # and does not multiply by reciprocals, which rounds twice
 
     def probe_all(self, nets: Sequence[Network]) -> list[str | None]:
         """The result of `probe` for each network. An engine may compute many at once, which is faster."""
@@ -221,7 +222,7 @@ class NetworkEngine(Engine):
     def write(self, net: Network, path: Path) -> Mapping[str, str]:
         """Write the network as a file that the engine's own runtime loads, weights in it and no guards.
 
-        What is returned are the settings with which the runtime must load it to answer as `build` does.
+        Returns the settings with which the runtime must load the file to answer as `build` does.
         """
         raise EngineError(f"{self.name} has no files of its own")
 
@@ -242,9 +243,9 @@ class NetworkEngine(Engine):
     ) -> Program:
         """The program of a packed network; EngineError if the engine refuses it.
 
-        Its weights are tensors in memory, and in the file where that has a place for them.
+        Its weights are tensors in memory, and in the file, if the engine can read them there.
         """
-        raise EngineError(f"{self.name} has no form of its own for networks")
+        raise EngineError(f"{self.name} does not define a form for networks")
 
 
 class GraphEngine(Engine):

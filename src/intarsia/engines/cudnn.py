@@ -46,7 +46,7 @@ class CuDNN(GraphEngine):
         return device == "cuda"
 
     def refusal(self, node: fx.Node) -> str | None:
-        return "control flow runs in PyTorch, its bodies on engines" if is_control_flow(node) else None
+        return "control flow runs in PyTorch; its bodies run on engines" if is_control_flow(node) else None
 
     def build(self, module: fx.GraphModule) -> Program:
         copy = own_copy(module)

@@ -68,5 +68,5 @@ def _to_json(port: Port) -> list[Any]:
 def _from_json(name: str, dtype: str, shape: list[int] | None) -> Port:
     match = getattr(torch, str(dtype))
     if not isinstance(match, torch.dtype):
-        raise ValueError(f"{dtype} is no dtype")
+        raise ValueError(f"{dtype} is not a dtype")
     return Port(str(name), match, None if shape is None else tuple(int(size) for size in shape))

@@ -1,4 +1,4 @@
-"""Networks of models that were quantised before they came here, told so that engines use integer kernels.
+"""Networks of models that were already quantized, written so that engines use integer kernels.
 
 torch multiplies by a reciprocal where `QuantizeLinear` divides, so the exact conversion is a product, a
 rounding, a sum and a clip, which no engine fuses. Ranges narrower than the type stay as they are.

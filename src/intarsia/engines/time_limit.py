@@ -1,4 +1,4 @@
-"""A limit on how long an engine may take: the wait ends, and the engine is left behind."""
+"""A limit on how long an engine may take: the wait ends, and the engine is abandoned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class OutOfTime(EngineError):
-    """An engine that did not come back in time; whatever it does, it goes on doing in a thread of its own."""
+    """An engine that did not return in time; it continues in a separate thread."""
 
 
 def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:
@@ -48,7 +48,7 @@ def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise OutOfTime(f"{what} did not end within {seconds:g} s; it is left behind")
+        raise OutOfTime(f"{what} did not end within {seconds:g} s; it is left running")
     if failed:
         raise failed[0]
     return results[0]

@@ -251,7 +251,7 @@ _TOKENS = 4
 def counts_tokens(model: nn.Module, own: Callable[..., Any], anatomy: Anatomy, *, masked: bool) -> bool:
     """Whether a forward gives the same with positions 0, 1, 2 ... as without any, at a prompt and a token.
 
-    OPT counts what the mask shows, RoBERTa begins behind its padding id: of such models, programs answer only
+    OPT counts what the mask shows, RoBERTa begins after its padding id: of such models, programs answer only
     calls that say which positions they mean.
     """
     if not anatomy.positioned:

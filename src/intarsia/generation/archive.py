@@ -30,7 +30,7 @@ Program = Compiled | PartlyCompiled
 
 
 def save(generation: Generation, path: str | os.PathLike[str]) -> None:
-    """Write all programs into one file, each with its weights; a file that fails is not left behind.
+    """Write all programs into one file, each with its weights; a file that fails is deleted.
 
     >>> import os, tempfile
     >>> from intarsia import compile_generation, generation
@@ -110,7 +110,7 @@ def forward_from_json(
 ) -> tuple[GeneratingForward, float]:
     """The forward of a model, of programs of the bundle, and its error.
 
-    It is compared with the model's own, as when it was compiled: weights do not tell all of a model.
+    It is compared with the model's own, as when it was compiled: weights do not describe a model completely.
     """
     try:
         anatomy = anatomy_of(model, description["max_length"], description["max_source"])

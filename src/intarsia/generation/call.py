@@ -47,7 +47,7 @@ def arguments(
     named = {name: value for name, value in named.items() if value is not None}
     for name in _IF_FALSE:
         if named.pop(name, getattr(config, name, False)):
-            raise InputError(f"{name} is asked for")
+            raise InputError(f"{name} is requested")
     return named
 
 
@@ -60,21 +60,21 @@ def understood(model: Any, anatomy: Anatomy, arguments: dict[str, Any]) -> Call:
     if anatomy.source is not None:
         known |= {"encoder_outputs", "attention_mask"}
     if strange := [name for name in arguments if name not in known]:
-        raise InputError(f"it is given {strange[0]}")
+        raise InputError(f"{strange[0]} is passed, which is not supported")
     ids, mask = arguments.get(names["input_ids"]), arguments.get(names["attention_mask"])
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype != torch.long or not ids.numel():
-        raise InputError(f"it is given no {names['input_ids']} of two dimensions")
+        raise InputError(f"{names['input_ids']} is missing or does not have two dimensions")
     if not isinstance(last, int):
-        raise InputError("logits of places of its own are asked for")
+        raise InputError("logits_to_keep is a tensor of positions, which is not supported")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
-        raise InputError(f"its {names['attention_mask']} has not two dimensions")
+        raise InputError(f"its {names['attention_mask']} does not have two dimensions")
     cache = arguments.get("past_key_values")
     if cache is None:
         if not arguments.get("use_cache", getattr(config, "use_cache", False)):
             raise InputError("it uses no cache")
         cache = new_cache(model)
     elif not arguments.get("use_cache", True):
-        raise InputError("it is given a cache and use_cache=False")
+        raise InputError("a cache is passed with use_cache=False")
     returns_dict = bool(arguments.get("return_dict", getattr(config, "return_dict", True)))
     call = (ids, mask, arguments.get(names["position_ids"]), cache, returns_dict, last)
     if anatomy.source is None:
@@ -94,7 +94,7 @@ def understood(model: Any, anatomy: Anatomy, arguments: dict[str, Any]) -> Call:
 def _encoded(outputs: Any) -> tuple[Any, ...]:
     """States, hidden states and attentions of an encoder, the latter None where they were not asked for."""
     if outputs is None:
-        raise InputError("it is given no encoder_outputs")
+        raise InputError("no encoder_outputs are passed")
     if isinstance(outputs, Mapping):
         parts = [outputs.get(name) for name in ("last_hidden_state", "hidden_states", "attentions")]
     elif isinstance(outputs, (tuple, list)):

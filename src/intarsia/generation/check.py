@@ -1,7 +1,7 @@
 """The compiled forward against the model's own, on a prompt and some tokens after it.
 
-An epsilon or an activation in a configuration is no weight, so digests alone do not tell that a file fits a
-model.
+An epsilon or an activation in a configuration is not a weight, so equal digests do not prove that a file fits
+a model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def checked(
 def _errors(
     forward: GeneratingForward, ids: torch.Tensor, mask: torch.Tensor, keywords: Mapping[str, Any]
 ) -> Iterator[tuple[int, float]]:
-    """The error of logits after a prompt, and after each of three tokens behind it: where, and how much."""
+    """The error of logits after a prompt, and after each of the next three tokens: where, and how much."""
     anatomy = forward.anatomy
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     forwards: tuple[Any, Any] = (forward, forward.own)

@@ -123,13 +123,13 @@ def _compiled(making: Making, options: CompileOptions) -> Generation:
     read_first += [] if encoder is None else [encoder.plain, encoder.masked]
     read_first += continuations.values()
     if result.fault is not None and any(map(is_short, read_first)):
-        notes.append(f"prompts are exact: otherwise the model, compiled, {result.fault}")
+        notes.append(f"prompts are exact: in shorter arithmetic, the compiled model {result.fault}")
         encoder, prompts = making.encoder(exact(options)), making.prompts(exact(options))
         continuations = making.continuations(exact(options))
         forward = making.forward(encoder, prompts, tokens, continuations)
         result = making.check(forward, tolerance)
     if result.fault is not None and any(map(is_short, tokens.values())):
-        notes.append(f"tokens are exact: otherwise the model, compiled, {result.fault}")
+        notes.append(f"tokens are exact: in shorter arithmetic, the compiled model {result.fault}")
         tokens = making.tokens(exact(options))
         forward = making.forward(encoder, prompts, tokens, continuations)
         result = making.check(forward, tolerance)
@@ -139,7 +139,7 @@ def _compiled(making: Making, options: CompileOptions) -> Generation:
     generation = Generation(making.model, forward, result.error, tolerance, tuple(notes))
     if result.fault is not None:
         generation.enable(False)
-        generation.notes += (f"the model runs as it is, in PyTorch: compiled, it {result.fault}",)
+        generation.notes += (f"the model runs as it is, in PyTorch: the compiled model {result.fault}",)
     return generation
 
 
@@ -236,7 +236,7 @@ def is_short(program: Program | None) -> bool:
 
 
 def why_exact(token: Program, tolerance: float) -> str:
-    """Why the program of a token is not in shorter arithmetic, as the search for it has told."""
+    """Why the program of a token is not in shorter arithmetic, as the search for it reported."""
     findings = getattr(token.plan, "findings", None)
     notes = [*([] if findings is None else findings.left_out), *token.notes]
     reasons = [reason for reason in notes if reason.startswith(tuple(short_engines()))]

@@ -1,6 +1,6 @@
 """An encoder's `forward` that reads tokens or sound by a compiled program, and all else as before.
 
-Keys and values of an encoder's states come out of the program for prompts, since a model computes them in its
+The program for prompts returns keys and values of an encoder's states, since a model computes them in its
 layers and nowhere else.
 """
 
@@ -47,9 +47,9 @@ class EncoderForward(PlacedForward):
         read, mask = named.pop(self.source.argument, None), named.pop("attention_mask", None)
         returns_dict = named.pop("return_dict", getattr(config, "return_dict", True))
         if strange := [name for name in named if name != "use_cache"]:
-            raise InputError(f"it is given {strange[0]}")
+            raise InputError(f"{strange[0]} is passed, which is not supported")
         if not isinstance(read, torch.Tensor) or read.device != self.anatomy.device:
-            raise InputError(f"it is given no {self.source.argument} on {self.anatomy.device}")
+            raise InputError(f"{self.source.argument} is missing or not on {self.anatomy.device}")
         masks: list[torch.Tensor] = []
         if mask is not None and not self.source.fixed:
             if tuple(mask.shape) != tuple(read.shape):
@@ -63,7 +63,7 @@ class EncoderForward(PlacedForward):
                 masks = [source_mask(seen, room=None, dtype=self.anatomy.mask_dtype)]
         program = self.masked if masks else self.plain
         if program is None:
-            raise InputError("it has padding, and compiled for is none (padding=True)")
+            raise InputError("it has padding; compiled without padding (padding=True allows it)")
         result = self.source.result(last_hidden_state=_states(program, [read.contiguous(), *masks]))
         self.runs["encoder"] += 1
         return result if returns_dict else result.to_tuple()

@@ -58,7 +58,7 @@ class GeneratingForward(PlacedForward):
     """The `forward` of a decoder: compiled programs for prompts and single tokens, else the model's own.
 
     Both work on the same cache, which is a `DynamicCache` of transformers (after an encoder, a pair of them)
-    with layers in memory of a fixed length; so a call that no program was compiled for may come at any time.
+    with layers in memory of a fixed length; so a call without a compiled program may come at any time.
     """
 
     asks_weights = True
@@ -117,7 +117,7 @@ class GeneratingForward(PlacedForward):
         rows, new = call.ids.shape
         programs = self.by_rows.get(rows)
         if programs is None:
-            raise InputError(f"it has {rows} rows, and compiled for are {', '.join(map(str, self.by_rows))}")
+            raise InputError(f"it has {rows} rows; compiled for {', '.join(map(str, self.by_rows))}")
         if call.ids.device != self.anatomy.device:
             raise InputError(f"input_ids are on {call.ids.device}, and the model on {self.anatomy.device}")
         past = int(call.cache.get_seq_length())
@@ -126,7 +126,7 @@ class GeneratingForward(PlacedForward):
         wants_logits = self.anatomy.keeps and call.kept != 1
         is_continued = new > 1 and self.anatomy.source is None and (past > 0 or wants_logits)
         if is_continued and programs.continued is None:
-            where = f"after {past} in the cache" if past else "and logits of the whole prompt are asked for"
+            where = f"after {past} in the cache" if past else "and logits of the whole prompt are requested"
             raise InputError(f"it has {new} new tokens {where} (continued=True compiles for that)")
         seen = call.mask
         if seen is not None:
@@ -143,7 +143,7 @@ class GeneratingForward(PlacedForward):
         if positions is None:
             if not self._counts_tokens(masked=seen is not None):
                 raise InputError(
-                    "it is given no position_ids, and the model finds others than 0, 1, 2 and so on"
+                    "no position_ids are passed, and the model computes others than 0, 1, 2 and so on"
                 )
             positions = torch.arange(past, past + new, device=call.ids.device).expand(rows, new)
         elif positions.shape not in ((rows, new), (1, new)) or positions.dtype != torch.long:
@@ -161,7 +161,7 @@ class GeneratingForward(PlacedForward):
             plain = seen is None and programs.prompt is not None
             chosen = programs.prompt if plain else programs.masked_prompt
             if chosen is None:
-                raise InputError("it has padding, and compiled for is none (padding=True)")
+                raise InputError("it has padding; compiled without padding (padding=True allows it)")
             program = chosen
         ids, positions = call.ids, positions.expand(rows, new)
         if is_prompt and new == 1:  # programs take two tokens or more: a second one that the first cannot see
@@ -201,7 +201,7 @@ class GeneratingForward(PlacedForward):
         if source is not None:
             if type(call.cache) is not EncoderDecoderCache:
                 raise InputError(
-                    f"the cache is a {type(call.cache).__name__}, and compiled for is an EncoderDecoderCache"
+                    f"the cache is a {type(call.cache).__name__}; compiled for an EncoderDecoderCache"
                 )
             wanted = [
                 (call.cache.self_attention_cache, self.room, like),
@@ -211,9 +211,7 @@ class GeneratingForward(PlacedForward):
         for cache, room, alike in wanted:
             layers = stored(cache, room, alike)
             if any(layer.room != room for layer in layers):
-                raise InputError(
-                    f"its cache was made for {layers[0].room} tokens, and compiled for are {room}"
-                )
+                raise InputError(f"its cache was made for {layers[0].room} tokens; compiled for {room}")
             memories.append(layers)
         if self.anatomy.alike:
             stack_of(memories[0])
@@ -238,9 +236,7 @@ class GeneratingForward(PlacedForward):
         assert source is not None
         count = int(states.shape[1] if is_prompt else memory.states[0].length)
         if count > source.states or (source.fixed and count != source.states):
-            raise InputError(
-                f"the encoder has {count} states, and compiled for are {source.states} (max_source)"
-            )
+            raise InputError(f"the encoder has {count} states; compiled for {source.states} (max_source)")
         feed = [states.contiguous()] if is_prompt else []
         if source.fixed:
             return feed

@@ -35,7 +35,7 @@ class Generation:
         self.forward.enable(on)
 
     def restore(self) -> None:
-        """Give the model its own forward back; compiled programs are let go."""
+        """Restore the model's own forward; compiled programs are released."""
         self.forward.take_out()
         self.forward.by_rows, self.forward.encoder, self.forward.programs = {}, None, []
 

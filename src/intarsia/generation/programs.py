@@ -21,7 +21,7 @@ from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
 _USUAL = 16  # tokens of an example
-_PROMPT = 128  # tokens of a prompt: who is first with 16 may come last with more, where time is spent
+_PROMPT = 128  # tokens of a prompt: with 16, another program may be the fastest
 
 
 def compiled_encoder(

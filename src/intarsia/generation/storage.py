@@ -99,7 +99,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self._shorten(length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write further tokens behind the others; the memory grows where it is too short."""
+        """Write further tokens after the others; the memory grows where it is too short."""
         start, end = self.length, self.length + keys.shape[-2]
         if end > self.room:
             self.move(*(_longer(part, 2 * end) for part in self._views()))
@@ -169,7 +169,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self._length, self._shown, self._replaced = length, None, False
 
     def _shorten(self, length: int) -> None:
-        """Let so many places be the tokens so far; what is masked behind them must be finite all the same."""
+        """Set the number of tokens so far; masked values after them must be finite too."""
         if length < self._length and not self._is_finite(length):
             if self._handed:
                 self.move(self.key_store.clone(), self.value_store.clone())
@@ -219,7 +219,7 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
     `like` has keys and values of each layer for one call, from which shapes and dtypes are taken.
     """
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-        raise InputError(f"the cache is a {type(cache).__name__}, and compiled for is a DynamicCache")
+        raise InputError(f"the cache is a {type(cache).__name__}; compiled for a DynamicCache")
     layers = cache.layers
     # A cache is made with as many layers as the configuration names first, which may be the encoder's.
     if (layers and len(layers) < len(like)) or any(layer.is_initialized for layer in layers[len(like) :]):
@@ -264,7 +264,7 @@ def _are_in(stack: torch.Tensor, layers: list[StoredLayer]) -> bool:
 
 
 def append_to(layers: list[StoredLayer], slices: torch.Tensor) -> None:
-    """Write a further token of every layer behind the others, by one copy; the slices are stacked alike."""
+    """Write a further token of every layer after the others, by one copy; the slices are stacked alike."""
     start = layers[0].length
     if any(layer.is_handed for layer in layers):
         layers[0].stack = None, 0  # others have a part of it: they are moved to a new one

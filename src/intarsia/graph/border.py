@@ -87,7 +87,7 @@ class _Walk:
         ]
 
     def _add_late_sources(self) -> None:
-        """Let a tensor cross for a size alone where it stands behind the size in the graph.
+        """Let a tensor cross for a size alone where it comes after the size in the graph.
 
         The walk had passed it when the size asked for it.
         """

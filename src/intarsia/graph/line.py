@@ -113,7 +113,7 @@ class Line:
             raise PartitionError(f"cuts={list(places)} must grow")
 
     def crossing(self, place: int) -> tuple[fx.Node, ...]:
-        """The values made before `place` and needed at or behind it, in the order they were made."""
+        """The values made before `place` and needed at or after it, in the order they were made."""
         return tuple(value for value, (first, last) in self._spans.items() if first < place <= last)
 
     @cached_property

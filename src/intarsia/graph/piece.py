@@ -117,7 +117,7 @@ def pieces_at(gm: fx.GraphModule, line: Line, places: Sequence[int]) -> list[Pie
 
 
 def place_of(line: Line, cut: int | str) -> int:
-    """The place a user means: its number, the node behind the cut, or the module whose nodes follow it."""
+    """The place a user means: its number, the node after the cut, or the module whose nodes follow it."""
     if isinstance(cut, int):
         return cut
     own = [i for i, node in enumerate(line.nodes) if node not in line.recomputed]
@@ -129,7 +129,7 @@ def place_of(line: Line, cut: int | str) -> int:
         return inside[0]
     known = {node.name for node in line.nodes} | {path for n in line.nodes for path, _ in modules(n)}
     near = get_close_matches(cut, sorted(known), n=3)
-    hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
     raise PartitionError(f"cuts names {cut!r}, which is neither a node nor a module of the graph{hint}")
 
 

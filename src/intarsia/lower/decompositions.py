@@ -19,7 +19,7 @@ from intarsia.errors import LoweringError
 
 Decomposition = Callable[..., Any]
 aten = torch.ops.aten
-# They check their results and raise: taken apart, the check is an effect, and export puts tokens into the
+# They check their results and raise: decomposed, the check is an effect, and export puts tokens into the
 # graph that order effects. Whole, they run in PyTorch and raise as they do.
 _CHECKING = (
     aten.inverse.default,
@@ -199,7 +199,7 @@ def _torch_defaults() -> dict[Any, Decomposition]:
 
 
 def composite_names() -> frozenset[str] | None:
-    """Every operator the dispatcher can take apart by itself; None from a torch that does not tell."""
+    """Every operator the dispatcher can decompose by itself; None if this torch does not say."""
     ask = getattr(torch._C, "_dispatch_get_registrations_for_dispatch_key", None)
     return None if ask is None else frozenset(ask("CompositeImplicitAutograd"))
 

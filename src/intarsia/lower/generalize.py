@@ -81,7 +81,7 @@ def _lowered(
 
 
 def _said(program: ExportedProgram, error: Exception) -> str:
-    """Why torch could not take a graph apart; a failed assertion of its own says that to no user."""
+    """Why torch could not decompose a graph; its failed assertions are replaced by a sentence."""
     what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if "INTERNAL ASSERT" not in what:
         return what

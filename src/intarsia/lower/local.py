@@ -1,8 +1,8 @@
-"""Small changes of a captured graph in place of tracing it anew: writes to fresh memory, single operators.
+"""Small changes of a captured graph in place of tracing it again: writes to fresh memory, single operators.
 
 `run_decompositions` traces the whole program again, which costs more than the export: one `diff` in a mask,
 or `hidden += residual` on a fresh result, made ResNet-50, GPT-2 and Llama be traced twice. Whatever is less
-clear than the cases here (views, varying sizes, complex numbers) is still traced anew.
+clear than the cases here (views, varying sizes, complex numbers) is still traced again.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _FRESH = frozenset(
 
 
 def settle(graph: fx.Graph, table: dict[Any, Any], needs_work: Callable[[fx.Node], bool]) -> bool:
-    """Do what a few nodes need on the spot; False where one of them needs the whole program traced anew.
+    """Change a few nodes in place; False if one of them needs the whole program traced again.
 
-    What was done until then is right by itself.
+    The changes up to that point are correct on their own.
     """
     with torch.no_grad():
         settled = all(
@@ -70,7 +70,7 @@ def settle(graph: fx.Graph, table: dict[Any, Any], needs_work: Callable[[fx.Node
 
 
 def _left_out(node: fx.Node) -> bool:
-    """Take away a `detach_`, which concerns gradients alone and hands on what it is given."""
+    """Remove a `detach_`, which concerns gradients alone and returns its input."""
     if node.target is not aten.detach_.default or any(user.op == "output" for user in node.users):
         return False
     (source,) = node.all_input_nodes

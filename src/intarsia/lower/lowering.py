@@ -30,7 +30,7 @@ aten = torch.ops.aten
 def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Lowered:
     """Functionalise and decompose where needed, unlift, run the passes.
 
-    Decomposing traces the whole program anew, which costs more than all the rest; a program that
+    Decomposing traces the whole program again, which costs more than all the rest; a program that
     changes nothing in place and whose operators all have converters is taken as it is, and one where a few
     nodes write to memory of their own, or have no converter, is changed there alone.
     """
@@ -150,7 +150,7 @@ def refuse_overlapping_writes(graph: fx.Graph) -> None:
 
 
 def _expanded(node: fx.Node) -> fx.Node | None:
-    """The expansion behind a tensor, itself included."""
+    """The expansion that makes a tensor, itself included."""
     at: fx.Node | None = node
     while at is not None:
         if isinstance(at.target, torch._ops.OpOverload) and at.target._schema.name in _EXPANSIONS:

@@ -1,4 +1,4 @@
-"""Results as the model returns them: views of what they are views of there, laid out in memory as there.
+"""Results as the model returns them: views of the same tensors, with the same memory layout.
 
 The graph that engines get has no views, so that such a result would come in memory of its own, and whoever
 writes to the one would not see the other change. The chain of views is therefore kept, and replayed at every
@@ -79,7 +79,7 @@ class _Chain:
         """Whether the result at `place` lies in memory of an input, a weight or another result."""
         self.place, own = place, _unchanged(item)
         if own.op == "placeholder" and self._is_input(own) and own not in self.written:
-            return False  # an input itself: told elsewhere
+            return False  # an input itself: reported elsewhere
         if own.op != "placeholder" and alias_of(own) is None and self.places[own] == place:
             return False  # made by the model
         return self._tensor(own)
@@ -116,7 +116,7 @@ class _Chain:
         spec = self.kinds[node.name]
         held = self.program.state_dict.get(spec.target, self.program.constants.get(spec.target))
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or not isinstance(held, torch.Tensor):
-            return False  # a number written in the model's code is made anew by every call
+            return False  # a number written in the model's code is made again by every call
         self.sources.append((node, "held", held))
         return True
 

@@ -1,8 +1,8 @@
-"""Products whose weights are computed of integers alone: they are kept in those few bits.
+"""Products whose weights are computed from integers alone: the weights stay in few bits.
 
 A quantized model unpacks its integers, subtracts zero points and multiplies by scales at every call, each
 library in its own way. As all of that is constant, it is computed here, one weight at a time, and laid out
-anew. What the new layout stands for must equal what the model computes in every bit; else the model's
+again. What the new layout stands for must equal what the model computes in every bit; else the model's
 operators stay as they are, with a note that says why.
 
     integers ─ shifts ─ masks ─ order ─┐
@@ -102,7 +102,7 @@ def pack_weights(module: fx.GraphModule) -> None:
     for said, names in left.items():
         more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
         notes = module.meta.setdefault("unpacked", [])
-        notes.append(f"not kept in few bits are the weights of {', '.join(names[:_NAMED])}{more}: {said}")
+        notes.append(f"these weights are not stored in few bits: {', '.join(names[:_NAMED])}{more}: {said}")
 
 
 def _constants(module: fx.GraphModule) -> dict[fx.Node, int]:
@@ -162,7 +162,7 @@ def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
     result = replace(result, weight=values.held(weight, result.weight))
     dense = values.of(weight)
     if not _stands_for(result, dense.t() if turned else dense):
-        raise _Unpackable("scaled anew, its integers give other numbers than the model computes")
+        raise _Unpackable("after rescaling, its integers give other numbers than the model computes")
     return result
 
 
@@ -186,7 +186,7 @@ class _Values:
         self._module = module
 
     def of(self, node: fx.Node) -> torch.Tensor:
-        """The value of a node; what leads to it is let go of on the way."""
+        """The value of a node; the values that lead to it are dropped on the way."""
         chain = sorted(_behind(node))
         last = {source: one for one in chain for source in one.all_input_nodes}
         values: dict[fx.Node, Any] = {}
@@ -236,7 +236,7 @@ def _behind(node: fx.Node) -> set[fx.Node]:
 
 
 def _origin(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The product of integers and scales behind a weight, and what moves its numbers from there on."""
+    """The product of integers and scales that makes a weight, and the nodes that move its numbers then."""
     node, moves = weight, list[fx.Node]()
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
         if node.target in _MOVES:
@@ -265,7 +265,7 @@ def _factors(values: _Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tens
         numbers = values.of(origin)
         integers = _whole(numbers)
         if integers is None:
-            raise _Unpackable("its numbers are no integers and have no scales")
+            raise _Unpackable("its numbers are neither integers nor scaled")
         dtype = numbers.dtype if numbers.dtype.is_floating_point else torch.float32
         return integers, torch.ones((), dtype=dtype, device=numbers.device)
     if origin.target is not aten.mul.Tensor:
@@ -275,7 +275,7 @@ def _factors(values: _Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tens
     for integers, scale in (sides, sides[::-1]):
         if (whole := _whole(values.factor(integers))) is not None:
             return whole, values.factor(scale).to(dtype)
-    raise _Unpackable("its zero points are no integers")
+    raise _Unpackable("its zero points are not integers")
 
 
 def _numel(arg: Any) -> int:
@@ -301,7 +301,7 @@ def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
         size = _group_size(scale)
     if not (blocks := _blocks(size, columns)):
         raise _Unpackable(
-            f"its groups have {size} weights, and those that are no multiple of 16 are not handled"
+            f"its groups have {size} weights, and those that are not a multiple of 16 are not handled"
         )
     for bits in (4, 8) if columns % 2 == 0 else (8,):
         for block in blocks:

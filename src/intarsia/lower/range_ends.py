@@ -20,7 +20,7 @@ def corners(lowered: Lowered, example: Sequence[Any], notes: list[str] | None = 
     """The example with every varying size at its minimum, and at its maximum; empty if none varies.
 
     Values are the example's, repeated or cut, so that token ids stay in the vocabulary. An end that needs too
-    much memory is replaced by the largest size that does not, and `notes` is told so.
+    much memory is replaced by the largest size that does not, and `notes` says so.
     """
     seen = _varying(lowered, example)
     if not seen:

@@ -1,4 +1,4 @@
-"""A program traced anew with its operators decomposed, without a look at every operator that there is.
+"""A program traced again with its operators decomposed, without a look at every operator that there is.
 
 `run_decompositions` gives each of 500 composite operators a rule for every call and takes it away again,
 which is most of the time for a small program (torch 2.13). Its parts are private: where a name is missing,

@@ -25,7 +25,7 @@ class Op:
     """For some attributes and shapes it returns its first input unchanged."""
     operands: int = 0
     """It computes each element from the elements of this many inputs at one place; 0: not elementwise.
-    Inputs behind these (the bounds of Clip) hold for all elements."""
+    Inputs after these (the bounds of Clip) hold for all elements."""
     monotone: bool = False
     """A larger element never becomes a smaller one."""
     commutative: bool = False

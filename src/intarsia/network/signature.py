@@ -81,7 +81,7 @@ class FLayerInfo:
         return _map(self._arguments, lambda t: current[t] if t in current else self._follow(t))
 
     def _redirected(self) -> dict[Tensor, Tensor] | None:
-        """What each tensor of the arguments is now; None where that cannot be told.
+        """What each tensor of the arguments is now; None if that is unknown.
 
         It can where the call is one layer, and each redirected read was the only one of its tensor.
         """
@@ -113,7 +113,7 @@ class FLayerInfo:
         return inputs[name]
 
     def clone_inputs(self) -> dict[str, Any]:
-        """The arguments, to be changed and passed to the functional anew."""
+        """The arguments, to be changed and passed to the functional again."""
         return self.raw_inputs
 
     def replace_input_with(self, old: Tensor, new: Tensor) -> None:

@@ -109,7 +109,7 @@ def too_heavy(unit: Sequence[fx.Node], engine: str, budgets: Mapping[str, int]) 
 
 
 def _flops(node: fx.Node, name: str) -> float:
-    """Two per multiply-add: results times the length of the sum behind each; 0 where it cannot be told."""
+    """Two per multiply-add: results times the length of the sum of each; 0 if it is unknown."""
     values = [argument.meta.get("val") for argument in node.all_input_nodes]
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim() >= 2]
     value = node.meta.get("val")

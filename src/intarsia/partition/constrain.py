@@ -125,7 +125,7 @@ def agree(table: SupportTable, groups: Sequence[Sequence[fx.Node]]) -> SupportTa
 
 
 def _chains(graph: fx.Graph, ops: Sequence[Callable[[fx.Node], bool]]) -> list[Sequence[fx.Node]]:
-    """Chains where each node is read by the next alone: nothing can come between."""
+    """Chains in which only the next node reads each node: nothing can come between."""
     taken: set[fx.Node] = set()
     chains: list[Sequence[fx.Node]] = []
     for start in graph.nodes:

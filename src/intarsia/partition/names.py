@@ -236,6 +236,6 @@ def _shorter(full: str) -> tuple[str, ...]:
 
 
 def near_names(name: str, known: Iterable[str]) -> str:
-    """`; near are 'a', 'b'`, or nothing."""
+    """`; did you mean 'a', 'b'`, or nothing."""
     near = get_close_matches(name.removeprefix("torch.ops."), sorted(known), n=3, cutoff=0.5)
-    return f"; near are {', '.join(map(repr, near))}" if near else ""
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,25 @@ from intarsia.partition.table import PYTORCH, SupportTable
 # What an engine said of a signature; it depends on nothing else but the converters' version.
 _Question = tuple[str, int, Signature]
 _answers: dict[_Question, str | None] = {}
+
+aten = torch.ops.aten
+_QUOTIENTS = frozenset({aten.div, aten.true_divide})
+_ROUNDS = frozenset(
+    {
+        *(aten.floor, aten.ceil, aten.round, aten.trunc, aten.fix, aten.frac, aten.fmod, aten.remainder),
+        aten.floor_divide,
+    }
+)
+# A quotient on its way to be rounded: it is moved, or stays as exact as it was.
+_PASS_ON = frozenset(
+    {
+        *(aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.abs, aten.clamp),
+        *(aten.reciprocal, aten.clamp_min, aten.clamp_max, aten.maximum, aten.minimum, aten.where, aten.cat),
+        *(aten.view, aten.reshape, aten.transpose, aten.permute, aten.expand, aten.slice, aten.select),
+        *(aten.squeeze, aten.unsqueeze, aten.clone, aten.flatten, aten._to_copy, aten.to),
+    }
+)
+_STEPS_TO_ROUNDING = 8  # operators between a quotient and what rounds it; torchao has six
 
 
 def support_table(
@@ -44,9 +64,44 @@ def support_table(
         reasons = _refusals_of(node, signatures.get(node), constants, asked, limit_s, lost)
         if reasons:
             refusals[node] = reasons
+    for engine in of_networks:
+        for node in () if engine.divides_exactly else rounded_quotients(module.graph):
+            reason = f"its result is rounded to an integer later, and {engine.name} does not divide exactly"
+            refusals.setdefault(node, {}).setdefault(engine.name, reason)
     for node in nodes if lost else ():
         refusals[node] = refusals.get(node, {}) | lost
     return SupportTable(tuple(engine.name for engine in engines), refusals)
+
+
+def rounded_quotients(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Divisions of floats whose result is rounded to an integer later.
+
+    A quotient that is off by its last bit is then off by one: 41 / 41 by the reciprocal of 41 is less than 1,
+    and its floor is 0. Divisions by powers of two are exact in any way.
+    """
+    for node in graph.nodes:
+        if getattr(node.target, "overloadpacket", None) not in _QUOTIENTS or "rounding_mode" in node.kwargs:
+            continue
+        value, divisor = node.meta.get("val"), node.args[1]
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        if isinstance(divisor, int | float) and divisor and abs(math.frexp(divisor)[0]) == 0.5:
+            continue
+        if _is_rounded(node, _STEPS_TO_ROUNDING):
+            yield node
+
+
+def _is_rounded(node: fx.Node, steps: int) -> bool:
+    for user in node.users:
+        packet, value = getattr(user.target, "overloadpacket", None), user.meta.get("val")
+        if packet in _ROUNDS:
+            return True
+        if packet in _PASS_ON and isinstance(value, torch.Tensor):
+            if not value.is_floating_point() and value.dtype is not torch.bool:
+                return True  # a cast to integers
+            if value.is_floating_point() and steps and _is_rounded(user, steps - 1):
+                return True
+    return False
 
 
 def refused_table(module: fx.GraphModule, engines: Sequence[str], reason: str) -> SupportTable:
@@ -63,11 +118,11 @@ def _refusals_of(
     limit_s: float | None,
     lost: dict[str, str],
 ) -> dict[str, str]:
-    """The engines that do not take a node, each with its reason; who does not come back goes into `lost`."""
+    """The engines that refuse a node, with reasons; engines that do not return in time go into `lost`."""
     reasons: dict[str, str] = {}
     for engine in engines:
         if not _may_take(engine, node):
-            reasons[engine.name] = "control flow runs in PyTorch, its bodies on engines"
+            reasons[engine.name] = "control flow runs in PyTorch; its bodies run on engines"
             continue
         try:
             if isinstance(engine, NetworkEngine) and signature is not None:
@@ -110,7 +165,7 @@ def _ask_together(
         reasons = within(limit_s, f"{engine.name}.probe", lambda: engine.probe_all(list(tried.values())))
     except OutOfTime as error:
         lost[engine.name] = str(error)
-    except Exception:  # asked about one by one, it is told which node it failed for
+    except Exception:  # asked about nodes one by one, the faulty node is known
         return
     else:
         _answers.update(zip(tried, reasons, strict=True))

@@ -1,4 +1,4 @@
-"""Units: what a segment takes whole or not at all, and which must come before which."""
+"""Units: nodes that a segment takes completely or not at all, and the order between units."""
 
 from __future__ import annotations
 

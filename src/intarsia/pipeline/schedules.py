@@ -41,7 +41,7 @@ class Action(IntEnum):
     FORWARD = 0
     BACKWARD = 1  # the gradients of inputs and weights
     INPUT = 2  # the gradient of the inputs alone
-    WEIGHT = 3  # the gradient of the weights, behind INPUT
+    WEIGHT = 3  # the gradient of the weights, after INPUT
 
     def __str__(self) -> str:
         return "FBIW"[self]
@@ -161,7 +161,7 @@ def gpipe(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterat
 
 @define_schedule("1F1B", torch="Schedule1F1B", limit=needs_its_stages("1F1B"))
 def one_f_one_b(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Slot]:
-    """One forward, one backward: no rank holds more micro-batches than there are stages behind it.
+    """One forward, one backward: no rank holds more micro-batches than there are stages after it.
 
     >>> print(*one_f_one_b(0, 2, 3))
     0F0 0F1 0B0 0F2 0B1 0B2

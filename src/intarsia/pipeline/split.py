@@ -142,7 +142,7 @@ def split(
     mixes = ""
     try:
         if way == "modules":
-            raise CaptureError("way='modules' was asked for")
+            raise CaptureError("way='modules' was requested")
         with buffers_on_meta(model) if is_on_meta(model) else nullcontext(values) as values:
             captured = trace(
                 model,
@@ -263,7 +263,7 @@ def crossing_prices(captured: Trace) -> list[float]:
 
 
 def _enough(line: Line, stages: int) -> Sequence[int]:
-    """The places where the graph may be cut; an error that says what forbids the others if they are few."""
+    """The places where the graph may be cut; if there are too few, an error with the reasons."""
     if len(line.allowed) < stages - 1 and line.closed:
         why = next(iter(Counter(line.closed.values()).most_common(1)))[0]
         raise PartitionError(

@@ -181,7 +181,7 @@ class _Check:
 
     @cached_property
     def lowered(self) -> tuple[Lowered | None, str]:
-        """The model's graph, which tells what rounding does to its answers; or why there is none."""
+        """The model's graph, for an estimate of rounding; or the reason why there is none."""
         try:
             lowered, _ = lower_model(
                 self.judge.model,

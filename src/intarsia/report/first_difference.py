@@ -179,10 +179,10 @@ def _by_values(
     inside: dict[str, torch.Tensor],
     reproduction: str | os.PathLike[str] | None,
 ) -> FirstDifference | str:
-    """The first node behind which nothing is found again among the values of a file.
+    """The first node after which no value is found among the values of a file.
 
     A file names its values as it likes, so they are compared by what they hold. Its runtime may fuse nodes:
-    those have no value there. What tells is the last node that has one.
+    those have no value there. The last node that has one is the result.
     """
     shapes: dict[tuple[int, ...], list[tuple[str, torch.Tensor]]] = {}
     for name, value in inside.items():
@@ -272,7 +272,7 @@ def _written(part: Piece, inputs: list[Any], path: str | os.PathLike[str]) -> st
     """Write a piece and its inputs as a program of torch.export; None if torch cannot export it."""
     try:
         program = torch.export.export(part.module, tuple(inputs), strict=False)
-    except Exception:  # what came out of export once is not always taken again
+    except Exception:  # export does not always accept a program that it returned
         return None
     torch.export.save(program, Path(path))
     return os.fspath(path)

@@ -1,4 +1,4 @@
-"""Layers into better layers: patterns over a network, and who applies them."""
+"""Rewriting of layers: patterns over a network, and the code that applies them."""
 
 from intarsia.rewrite.apply import Benefits as Benefits
 from intarsia.rewrite.apply import Patterns as Patterns

@@ -1,4 +1,4 @@
-"""Patterns applied to a network that an engine is about to build, and what they are worth on this machine."""
+"""Patterns applied to a network before an engine builds it, and their benefit on this machine."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _apply_all(net: Network, engine: NetworkBuilder, limit: int | None, strict: 
     refused = {f.name: reason for f in suitable if (reason := f.refusal(engine)) is not None}
     shipped = _shipped_entries(fusion for fusion in suitable if fusion.name not in refused)
     skipped = {
-        name: f"{engine.name} refuses the layers that it makes: {reason}"
+        name: f"{engine.name} refuses the layers that the rewrite makes: {reason}"
         for name, reason in refused.items()
         if _has_match(FUSIONS[name], net)
     }
@@ -87,7 +87,7 @@ def _apply_all(net: Network, engine: NetworkBuilder, limit: int | None, strict: 
 def _apply_paying(
     net: Network, engine: NetworkBuilder, measure: bool, limit: int | None, strict: bool, benefits: Benefits
 ) -> RewriteLog:
-    """Apply what pays; a pattern is only measured once something in a network asks for it."""
+    """Apply the patterns that are faster; a pattern is measured when it first matches in a network."""
     suitable = [fusion for fusion in FUSIONS.values() if fusion.suits(engine)]
     entries = _shipped_entries(fusion for fusion in suitable if fusion.free)
     entries += RewritePatternManager.instance().entries()
@@ -111,13 +111,13 @@ def _apply_paying(
 
 
 def _reason_to_skip(fusion: Fusion, engine: NetworkBuilder, measure: bool, benefits: Benefits) -> str | None:
-    """Why a pattern is not applied to networks for an engine; None where it pays."""
+    """Why a pattern is not applied to networks for an engine; None if it is faster."""
     if fusion.finite_only:
-        return "it answers differently for NaN and infinities; name it to have it"
+        return "it gives other answers for NaN and infinities; name it in rewrite= to apply it"
     try:
         ratio = benefits.measured(engine, fusion) if measure else benefits.get(engine, fusion.name)
     except Exception as error:  # an engine of another package may raise anything
-        return f"{engine.family} does not build what it makes: {error}"
+        return f"{engine.family} cannot build the layers that it makes: {error}"
     if ratio is None:
         return f"it was not measured with {engine.family} on this machine"
     if ratio > PAYS:
@@ -126,7 +126,7 @@ def _reason_to_skip(fusion: Fusion, engine: NetworkBuilder, measure: bool, benef
 
 
 def patterns_by_engine(patterns: Patterns, engines: Sequence[NetworkBuilder]) -> dict[str, Patterns]:
-    """What each engine, by name, is to be given of the patterns chosen for all of them.
+    """The patterns for each engine, by name, out of those chosen for all engines.
 
     A shipped pattern makes layers that some engines do not know; it is left out for those, and an error
     where none of the engines knows them.
@@ -141,9 +141,9 @@ def patterns_by_engine(patterns: Patterns, engines: Sequence[NetworkBuilder]) ->
 
 
 def as_list(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
-    """The patterns; RewriteError for what are none."""
+    """The patterns; RewriteError for other objects."""
     if isinstance(patterns, type) or not isinstance(patterns, Pattern | Iterable):
-        raise RewriteError(f"rewrite={patterns!r}; give patterns, their names, True, False or None")
+        raise RewriteError(f"rewrite={patterns!r}; pass patterns, their names, True, False or None")
     return (
         [patterns] if isinstance(patterns, str | PatternRewriter | RewritePatternManager) else list(patterns)
     )
@@ -177,11 +177,11 @@ def _entries_of(pattern: Pattern) -> list[Entry]:
     hint = (
         f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(sorted(names))}"
     )
-    raise RewriteError(f"no pattern is called {pattern!r}; {hint}")
+    raise RewriteError(f"there is no pattern {pattern!r}; {hint}")
 
 
 def _suits(pattern: Pattern, engine: NetworkBuilder) -> bool:
-    """Whether an engine is given a pattern; the user's own are given to all."""
+    """Whether a pattern is for an engine; the user's own patterns are for all."""
     if not isinstance(pattern, str) or pattern not in FUSIONS:
         return True
     return FUSIONS[pattern].suits(engine) and FUSIONS[pattern].refusal(engine) is None
@@ -216,12 +216,12 @@ PAYS = 0.97  # time with over time without, below which a pattern is applied
 
 
 def cache_file() -> Path:
-    """Where measurements are kept: `rewrite.json` in the cache directory."""
+    """The file of measurements: `rewrite.json` in the cache directory."""
     return cache_directory() / "rewrite.json"
 
 
 def engine_key(engine: NetworkBuilder, device: str = "cpu") -> str:
-    """An engine on a machine: another version, processor, GPU or number of threads is measured anew."""
+    """An engine on a machine: another version, processor, GPU or number of threads is measured again."""
     where = machine_key() if device == "cpu" else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"{engine.family}, {engine.version()}, {where}"
 
@@ -242,17 +242,17 @@ class Benefits:
         self.device = device
 
     def get(self, engine: NetworkBuilder, name: str) -> float | None:
-        """What was measured, if it was."""
+        """The measurement, or None."""
         of_engine = self.store.read().get(engine_key(engine, self.device))
         ratio = of_engine.get(name) if isinstance(of_engine, dict) else None
         return ratio if isinstance(ratio, float) and ratio > 0 else None
 
     def remember(self, engine: NetworkBuilder, name: str, ratio: float) -> None:
-        """Keep a measurement, beside what other programs keep."""
+        """Store a measurement, together with those of other processes."""
         self.store.update({engine_key(engine, self.device): {name: round(float(ratio), 4)}})
 
     def measured(self, engine: NetworkBuilder, fusion: Fusion) -> float:
-        """What was measured, or else is measured now."""
+        """The stored measurement, or a new one."""
         ratio = self.get(engine, fusion.name)
         if ratio is None:
             ratio = measure(fusion, engine.build, device=self.device)
@@ -275,7 +275,7 @@ def measure(
 
 
 def _gpu_timer(build: Build, net: Network, inputs: list[torch.Tensor]) -> Callable[[], float]:
-    """Times on the GPU's own clock, of several calls in a row: launching is hidden where it can be."""
+    """Times on the GPU's own clock, of several calls in a row: launching is hidden if possible."""
     program = build(net)
     program(*inputs)
     calls = 10

@@ -226,7 +226,7 @@ def check_pattern(
 def _trial(
     pattern: PatternRewriter, sample: Sample | None, run: Build, rng: np.random.Generator, kind: str
 ) -> tuple[Network, list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """A network, inputs, and what it makes of them; made-up networks that no evaluator takes are left out."""
+    """A network, inputs and its outputs; generated networks that no evaluator supports are skipped."""
     failure: Exception | None = None
     rank = int(rng.integers(1, 5))
     for attempt in range(300):

@@ -25,7 +25,7 @@ _LOOP = 64  # replacements of replacements that are looked at to find a loop
 
 @dataclass(frozen=True)
 class _Replaced:
-    """A layer that was replaced, and what had replaced an earlier one to make it."""
+    """A layer that was replaced, and the earlier replacement that created it."""
 
     label: str
     op_type: str
@@ -41,7 +41,7 @@ class _Level:
         self.patterns = patterns
         self._waiting: deque[ir.Node] = deque()
         self._queued: dict[ir.Node, int] = {}  # the patterns to try at those that wait
-        # Layers of which a pattern said no and cannot tell what would change that; after how many rewrites.
+        # Layers that a pattern refused for a reason beyond its reach; after how many rewrites.
         self.undecided: dict[tuple[ir.Node, int], int] = {}
 
     def __bool__(self) -> bool:
@@ -108,7 +108,7 @@ class Driver:
             self._level_of[number].push(node, 1 << number)
 
     def _ask_again(self) -> bool:
-        """Queue the layers of which a pattern cannot say what would change its mind, if anything changed."""
+        """After a change, queue the layers that a pattern refused for a reason beyond its reach."""
         fired, asked = len(self._log), False
         for level in self._levels:
             stale = [asked_before for asked_before, then in level.undecided.items() if then < fired]
@@ -130,7 +130,7 @@ class Driver:
                     return
 
     def _try(self, level: _Level, number: int, node: ir.Node) -> bool:
-        """Ask a pattern about a layer, and let it act; whether the layer is done with."""
+        """Try a pattern at a layer; returns whether the layer is finished."""
         entry = self._index.entries[number]
         pattern = entry.pattern
         try:
@@ -154,7 +154,7 @@ class Driver:
         return False
 
     def _act(self, entry: Entry, node: ir.Node, match: Any) -> bool:
-        """Let a pattern act where it matches; whether it did."""
+        """Apply a pattern where it matches; returns whether it changed something."""
         label, inputs = entry.label, node.inputs
         loop = self._loop(label, node)
         try:
@@ -181,9 +181,9 @@ class Driver:
         return True
 
     def _fail_to_ask(self, entry: Entry, node: ir.Node, error: Exception) -> None:
-        """A pattern failed where it was only asked whether it matches."""
+        """A pattern raised an error in its match."""
         where = f"layer {node.name} ({node.op_type})"
-        message = f"pattern {entry.pattern.name!r} could not be asked about {where}: {last_line(error)}"
+        message = f"pattern {entry.pattern.name!r} could not be checked at {where}: {last_line(error)}"
         if self._strict:
             raise RewriteError(message) from error
         failure = Broken(entry.label, message)
@@ -193,10 +193,10 @@ class Driver:
     def _no_end(self) -> None:
         recent = Counter(one.pattern for one in self._log.fired[-200:])
         labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
-        raise RewriteError(f"{self._budget} rewrites and no end; of the last 200 came from {labels}")
+        raise RewriteError(f"{self._budget} rewrites without an end; the last 200 came from {labels}")
 
     def _loop(self, label: str, node: ir.Node) -> str | None:
-        """What to say if a pattern acts on a layer that it replaced before, just as it is."""
+        """The message if a pattern changes a layer that it replaced before in the same form."""
         step, labels = self._history.get(node), [label]
         while step is not None and len(labels) < _LOOP:
             labels.append(step.label)
@@ -273,8 +273,8 @@ class PatternIndex:
     def affected(self, graph: ir.Graph, seeds: Iterable[ir.Node]) -> dict[ir.Node, int]:
         """The layers at which a pattern may match now that these have changed, each with those patterns.
 
-        A pattern sees a changed layer only through layers of kinds that it is about, and no further than it
-        reaches; layers that may change nothing do not count.
+        A pattern sees a changed layer only through layers of its own kinds, within its reach; layers that may
+        change nothing do not count.
         """
         depths: dict[ir.Node, int] = {}
         front = [(owner, self._everything) for node in seeds if (owner := owner_in(graph, node)) is not None]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 @dataclass(frozen=True)
 class Fired:
-    """One rewrite: the pattern, the layer it was found at, the layers it took away and those it put there."""
+    """One rewrite: the pattern, the layer it was found at, the layers it removed and those it added."""
 
     pattern: str
     root: ir.Node
@@ -56,7 +56,7 @@ class Broken:
 
 @dataclass
 class RewriteLog:
-    """Every rewrite of a run in order, and what was taken back.
+    """Every rewrite of a run in order, and the undone ones.
 
     `exhausted` says that the run ended because `limit` rewrites were made.
     """
@@ -81,7 +81,7 @@ class RewriteLog:
             node.metadata_props.update({**origin, "pattern": pattern, "replaced": ", ".join(replaced)})
 
     def add(self, other: RewriteLog) -> None:
-        """Take in what a further run did."""
+        """Add the entries of another run."""
         self.fired += other.fired
         self.broken += other.broken
         self.skipped |= other.skipped

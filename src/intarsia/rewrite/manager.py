@@ -148,7 +148,7 @@ class RewritePatternManager:
             if not match:
                 return MatchReport(entry.label, pattern.why_not(layer))
         except Exception as error:
-            return MatchReport(entry.label, f"it could not be asked about {layer.name}: {error}")
+            return MatchReport(entry.label, f"it could not be checked at {layer.name}: {error}")
         try:
             outcome = attempt(net, pattern, layer.node, match, keep=False)
         except RewriteError as error:
@@ -246,7 +246,7 @@ def rewrite_modules(model: nn.Module, rules: Mapping[Key, Swap]) -> Rewritten:
     True
     """
     if not rules:
-        raise RewriteError("no rule is given to swap modules by")
+        raise RewriteError("no rule to swap modules was passed")
     swapped: list[Swapped] = []
     used: set[Key] = set()
     done: dict[int, nn.Module] = {}

@@ -48,7 +48,7 @@ class Bindings:
 
 
 def outside_read(state: Bindings) -> tuple[Any, ...] | None:
-    """What layers outside the match read of it besides its outputs: a message and its parts, or None."""
+    """A value inside the match that outside layers read: a message and its parts, or None."""
     layers, roots = state.layers, state.roots
     for node, shared in layers.items():
         if shared:
@@ -159,7 +159,7 @@ class Matcher:
                 choices.append((state.copy(), [*goals, (other, value)]))
             goals.append((term.terms[0], value))
             return True
-        return value is None or self._fail(state, "{} is given where nothing should be", value)
+        return value is None or self._fail(state, "{} is passed where the pattern has no input", value)
 
     def _bind(self, var: Var, value: ir.Value | None, state: Bindings) -> bool:
         name = var.name
@@ -251,7 +251,7 @@ class Matcher:
             branch.roots.append(value)
             choices.append((branch, [(term, value)]))
         if not any_found:
-            self._fail(state, "no further {} of the pattern is there", " or ".join(kinds(term)))
+            self._fail(state, "there is no further {} for the pattern", " or ".join(kinds(term)))
 
     def _candidates(self, term: Term | None, state: Bindings) -> Iterator[ir.Value]:
         if isinstance(term, Var):

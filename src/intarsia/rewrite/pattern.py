@@ -53,7 +53,7 @@ class PatternRewriter:
     """
 
     reach: int | None = None
-    refuses_from_afar = False  # whether it may find a match and still say no for what lies beyond its reach
+    refuses_from_afar = False  # whether it may refuse a match because of layers beyond its reach
     inner_kinds: frozenset[str] = frozenset()  # of layers that may stand in a match, besides the root
     # By kind of root: groups of operators; of each group at least one must be among those that feed the root.
     fed_by: Mapping[str, tuple[frozenset[str], ...]] = MappingProxyType({})
@@ -118,7 +118,7 @@ class PatternAnalyzer:
 # `@rule`: a pattern written as the program that it matches.
 
 Function = Callable[..., Any]
-_AS_IT_IS = Refusal("what it gives stands there already")
+_AS_IT_IS = Refusal("its replacement is there already")
 
 
 class Rule(PatternRewriter):

@@ -21,12 +21,12 @@ from intarsia.network.ops import COMMUTATIVE, MAY_BE_IDENTITY
 
 
 class Term:
-    """Something a tensor is matched against; a term used twice stands for one tensor."""
+    """The description of a tensor in a pattern; a term used twice is the same tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Var(Term):
-    """Any tensor; `constant` ones only, if so asked. The same name is the same tensor."""
+    """Any tensor, or with `constant` only constants. The same name is the same tensor."""
 
     name: str
     constant: bool = False
@@ -55,7 +55,7 @@ class Either(Term):
 
 @dataclass(frozen=True, eq=False)
 class OpTerm(Term):
-    """What an operator makes of these inputs.
+    """The result of an operator for these inputs.
 
     Attributes not mentioned must hold their default. `shared` lets layers outside the match read it.
     """
@@ -77,14 +77,14 @@ class OpTerm(Term):
 
 @dataclass(frozen=True, eq=False)
 class Output(Term):
-    """One of several things a layer makes."""
+    """One of several results of a layer."""
 
     call: OpTerm
     index: int
 
 
 class AnyValue:
-    """Stands for any value of an attribute: `op.Softmax(x, axis=op.any)`."""
+    """Matches any value of an attribute: `op.Softmax(x, axis=op.any)`."""
 
     def __repr__(self) -> str:
         return "any"
@@ -111,7 +111,7 @@ class OpBuilder:
     def constant(self, var: Any) -> Term:
         """This variable, where it is a constant."""
         if not isinstance(var, Var):
-            raise RewriteError(f"op.constant() is given a variable of the pattern, not {var!r}")
+            raise RewriteError(f"op.constant() takes a variable of the pattern, not {var!r}")
         return Var(var.name, constant=True)
 
     def maybe(self, term: Any) -> Term:
@@ -143,7 +143,7 @@ def _term(value: Any) -> Term:
         return value
     if isinstance(value, bool | int | float):
         return Number(float(value))
-    raise RewriteError(f"{value!r} cannot stand in a pattern")
+    raise RewriteError(f"{value!r} cannot be part of a pattern")
 
 
 Root = OpTerm | Output | Either  # alternatives of a root are calls
@@ -157,12 +157,12 @@ def build(pattern: Callable[..., Any]) -> tuple[tuple[Root, ...], list[str]]:
     for root in roots:
         alternatives = root.terms if isinstance(root, Either) else (root,)
         if not all(isinstance(term, OpTerm | Output) for term in alternatives):
-            raise RewriteError(f"a pattern is what operators make, not {root!r}")
+            raise RewriteError(f"a pattern is the result of an operator, not {root!r}")
     return roots, names
 
 
 def kinds(root: Root) -> list[str]:
-    """The operators a root may be made by."""
+    """The operators whose result a root may be."""
     if isinstance(root, Either):
         return [kind for term in root.terms if isinstance(term, OpTerm | Output) for kind in kinds(term)]
     return [(root.call if isinstance(root, Output) else root).kind]
@@ -248,7 +248,7 @@ def _makers(term: Term | None) -> frozenset[str]:
 
 
 def holds(value: ir.Value, number: float) -> bool:
-    """Whether a tensor is a constant of one element, equal to `number` as far as its dtype tells."""
+    """Whether a tensor is a constant of one element, equal to `number` in its dtype."""
     array = value.const_value
     if array is None or array.size != 1:
         return False
@@ -260,7 +260,7 @@ def holds(value: ir.Value, number: float) -> bool:
 
 
 def is_transparent(node: ir.Node) -> bool:
-    """Whether a layer hands on its first input unchanged."""
+    """Whether a layer returns its first input unchanged."""
     op_type = node.op_type
     if op_type not in MAY_BE_IDENTITY or node.domain or not node.inputs or node.inputs[0] is None:
         return False
@@ -280,7 +280,7 @@ def is_transparent(node: ir.Node) -> bool:
 
 
 def see_through(value: ir.Value | None) -> ir.Value | None:
-    """The tensor behind layers that change nothing."""
+    """The tensor before layers that change nothing."""
     while value is not None and (node := value.producer()) is not None and is_transparent(node):
         value = node.inputs[0]
     return value

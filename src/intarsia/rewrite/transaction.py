@@ -36,7 +36,7 @@ from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
 @dataclass(frozen=True)
 class Change:
-    """A rewrite that stands: all it did, the layers it put in and those it took out."""
+    """A completed rewrite: its edits, the layers it added and those it removed."""
 
     edits: Sequence[Edit]
     made: Sequence[ir.Node]
@@ -46,9 +46,10 @@ class Change:
 def attempt(
     net: Network, pattern: PatternRewriter, node: ir.Node, match: Any, *, keep: bool = True
 ) -> Change | Refusal:
-    """Let a pattern act on a layer; what it did, or why it did not. The network is under guard.
+    """Apply a pattern to a layer; returns the rewrite, or the reason for none.
 
-    Whatever it did is undone if it says no, breaks the network (RewriteError), or `keep` is false.
+    The network is under guard. The edits are undone if the pattern refuses, breaks the network
+    (RewriteError), or `keep` is false.
     """
     edits: list[Edit] = []
     outer, net.journal = net.journal, edits  # a pattern may ask others while it acts
@@ -74,15 +75,15 @@ def attempt(
 
 
 def last_line(error: Exception) -> str:
-    """The last line of an error's traceback; an error of ours is told by its message alone."""
+    """The last line of an error's traceback; an error of ours gives its message alone."""
     return str(error) if isinstance(error, IntarsiaError) else f"{type(error).__name__}: {error}"
 
 
 def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change | Refusal:
-    """Check what the edits touched, and take out what nothing reads any more.
+    """Check the edited layers, and remove layers that nothing reads any more.
 
-    Arity, types, uses and outputs are checked here; the network itself refuses cycles. What would cost a
-    float64 digits is refused.
+    Arity, types, uses and outputs are checked here; the network itself refuses cycles. A rewrite that loses
+    digits of float64 is refused.
     """
     if not edits:
         raise RewriteError("it reports a rewrite, but it changed nothing")
@@ -129,17 +130,17 @@ def _makers(values: Sequence[ir.Value | None]) -> list[ir.Node]:
 
 
 def _same_type(net: Network, old: ir.Value, new: ir.Value, keep_types: bool) -> bool:
-    """Whether readers see the type they saw; what was known of either shape is kept."""
+    """Whether readers see the same type as before; the known sizes of both shapes are merged."""
     was, now = Tensor.of(old), Tensor.of(new)
     if was.dtype == now.dtype and was.shape == now.shape:
         return True
     if was.dtype != now.dtype:
         if keep_types:
-            raise NetworkError(f"{was!r} was replaced by {now!r}, of another dtype")
+            raise NetworkError(f"{was!r} was replaced by {now!r}, which has another dtype")
         return False
     if clash := shape_clash(was.shape, now.shape) or _lost_symbol(was.shape, now.shape):
         if keep_types:
-            raise NetworkError(f"{was!r} was replaced by {now!r}, of another shape: {clash}")
+            raise NetworkError(f"{was!r} was replaced by {now!r}, which has another shape: {clash}")
         return False
     both = merged(was.shape, now.shape)
     if both != now.shape:
@@ -152,7 +153,7 @@ def _alike(old: ir.Value | None, new: ir.Value) -> bool:
 
 
 def _same_made(node: ir.Node, keep_types: bool) -> bool:
-    """Whether a layer that reads something else makes what it made."""
+    """Whether a layer with new inputs has results of the same type as before."""
     for value, (dtype, shape) in zip(node.outputs, _inferred(node), strict=False):
         was = Tensor.of(value)
         if was.dtype != dtype or shape_clash(was.shape, shape) or _lost_symbol(was.shape, shape):
@@ -173,9 +174,9 @@ def _lost_symbol(was: Shape, now: Shape) -> str | None:
 
 
 def _infer_below(net: Network, readers: list[ir.Node]) -> None:
-    """Infer anew these layers, which read what was meant to change, and whatever is made from them.
+    """Infer these layers again, whose inputs changed on purpose, and all layers that depend on them.
 
-    Each is looked at once, behind all that it is made from.
+    Each is looked at once, after all that it is made from.
     """
     order, seen = net.order, set[ir.Node]()
     waiting: list[tuple[int, ir.Node]] = []  # no two have one label
@@ -199,7 +200,7 @@ def _infer_below(net: Network, readers: list[ir.Node]) -> None:
 
 
 def _inferred(node: ir.Node) -> Types:
-    """What a layer makes of what it reads now."""
+    """The result types of a layer for its current inputs."""
     if not has_rule(node.domain, node.op_type):
         raise NetworkError(f"no shape rule for {node.op_type}, which reads a tensor whose shape changed")
     inputs = [None if value is None else Tensor.of(value) for value in node.inputs]

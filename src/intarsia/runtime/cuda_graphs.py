@@ -234,7 +234,7 @@ class CudaGraphs:
         return recorded
 
     def _make_room(self, device: torch.device) -> None:
-        """Let the graphs go that were used least recently, until the others are few and small enough."""
+        """Release the graphs that were used least recently, until the others are few and small enough."""
         most = torch.cuda.get_device_properties(device).total_memory // _SHARE
         if len(self._recorded) > SHAPES or self._bytes > most:
             torch.cuda.synchronize(device)  # one that still runs reads its inputs

@@ -105,7 +105,7 @@ class WithFallback:
         if self.strict:
             why = "require_full_compilation=True forbids PyTorch"
             raise EngineError(f"{self.engine} failed at a call ({reason}), and {why}")
-        # Where PyTorch fails too, the call is at fault, and its error is told.
+        # If PyTorch fails too, the call is the cause, and its error is raised.
         answer = self.otherwise(*inputs)
         # Export takes `x[:1]` to have a row, also of sizes that may be 0: then the graph is at fault.
         if self.failure is None and makes_of(results) != makes_of(answer):

@@ -7,7 +7,7 @@
 
 Samples are read on the CPU only: on a GPU, a call would have to wait for its kernels. What follows from a
 change is up to who asks: a compiled module raises or warns, a tuned one runs its own forward, the backend
-compiles anew.
+compiles again.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Freshness:
     ) -> None:
         self._weights = [_Watched(weight, gone) for weight in weights]
         self._counted = [part for weight in self._weights for part in weight.counted]
-        self._total = sum(map(VERSION, self._counted))  # counts only grow, so the sum tells
+        self._total = sum(map(VERSION, self._counted))  # counts only grow, so the sum is enough
         self._stepped: set[int] = set()  # weights that an optimizer has stepped on
         self._at: dict[int, list[int]] = {}  # weights by their storages
         for place, weight in enumerate(self._weights):
@@ -188,7 +188,7 @@ class Freshness:
             self._stepped.update(self._at[storage])
 
     def forget(self) -> None:
-        """Let go of the modules: the model is gone, so nothing of it can change."""
+        """Release the modules: the model is gone, so nothing of it can change."""
         for share in self._shares:
             share.forget()
 
@@ -206,7 +206,7 @@ def _part(items: Sequence[_T], turn: int, turns: int) -> Sequence[_T]:
 
 
 class _Watched:
-    """A weight, and all that tells whether its contents are as they were."""
+    """A weight, and the data that show whether its contents have changed."""
 
     def __init__(self, weight: Weight, gone: Callable[[object], None] | None) -> None:
         tensor = weight.tensor
@@ -225,7 +225,7 @@ class _Watched:
         self.values = [sample.tobytes() for sample in self.samples]
 
     def holds(self, tensor: torch.Tensor | None) -> bool:
-        """Whether this is the weight, and lies where it lay."""
+        """Whether this is the weight, at the same place in memory."""
         if tensor is None or tensor is not self.ref():
             return False
         return [part.data_ptr() for part in plain_tensors(tensor)] == self.addresses

@@ -19,7 +19,7 @@ Place = tuple[int, torch.device]  # where a storage begins
 
 
 def storages_of(value: Any) -> list[Place]:
-    """The storages a tensor lies in, several for one that is taken apart; none for what has no elements."""
+    """The storages of a tensor: several for a decomposed one, none for one without elements."""
     if not isinstance(value, torch.Tensor):
         return []
     return [(part.untyped_storage().data_ptr(), part.device) for part in plain_tensors(value) if part.numel()]
@@ -94,7 +94,7 @@ def _check_apart(name: str, target: torch.Tensor, other: str, value: Any) -> Non
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind its last."""
+    """The first byte of a tensor in its storage, and the one after its last."""
     size = tensor.element_size()
     reach = sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * size

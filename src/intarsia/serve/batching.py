@@ -36,7 +36,7 @@ def decide(interface: Interface, most: int) -> Batching:
     run, must answer as its rows do alone.
     """
     if most < 2:
-        return Batching(0, "it was not asked for")
+        return Batching(0, "it is off")
     symbol = _batch_symbol(interface)
     if isinstance(symbol, str):
         return Batching(0, symbol)
@@ -102,7 +102,7 @@ def _tried(interface: Interface, sizes: dict[Any, int], half: int) -> str | None
         return f"the module does not run on {2 * half} rows and on {half} ({reason})"
     expected = [joined([answer[name] for answer in halves]) for name in interface.outputs]
     wrong = disagreement([together[name] for name in interface.outputs], expected)
-    return None if wrong is None else f"a batch answers unlike its rows by themselves: {wrong}"
+    return None if wrong is None else f"a batch differs from its rows computed one by one: {wrong}"
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -28,7 +28,7 @@ def decode(body: bytes, kind: str, dtypes: Mapping[str, torch.dtype]) -> Tensors
 
 
 def encode(outputs: Mapping[str, Any], kind: str) -> bytes:
-    """An answer as a body; Unfit where it has no form there."""
+    """An answer as a body; Unfit where it cannot be written there."""
     return _to_json(outputs) if kind == JSON else to_safetensors(outputs)
 
 

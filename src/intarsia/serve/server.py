@@ -66,7 +66,7 @@ def serve(path: str, options: Options, *, as_json: bool = False) -> None:
 
 
 def run(service: Service, listener: socket.socket) -> None:
-    """Answer on a socket until told to stop."""
+    """Answer on a socket until stopped."""
     options = service.options
     config = uvicorn.Config(
         app_of(service),
@@ -85,7 +85,7 @@ def run(service: Service, listener: socket.socket) -> None:
 
 
 class Draining(uvicorn.Server):
-    """A server that, told to stop, refuses in words before it hangs up, so that no request is lost.
+    """A server that, once stopped, answers with status 503 before it closes connections: no request is lost.
 
     SIGTERM --> new requests get 503 and `Connection: close`, those taken are answered   (at most `linger_s`)
             --> connections are closed, those with an answer to come when it has gone out (at most `stop_s`)
@@ -145,7 +145,7 @@ def _summary(service: Service) -> str:
 
 
 def _run_workers(path: str, options: Options, listener: socket.socket) -> None:
-    """Processes that share one socket; told to stop, all are told, and one that dies ends them all."""
+    """Processes that share one socket; a stop goes to all of them, and if one dies, all end."""
     spawn = multiprocessing.get_context("spawn")
     stopping = False
 

@@ -63,7 +63,7 @@ _FORMAT, _VERSION = "intarsia-tuned", 4
 
 
 def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
-    """Write the programs of all tuned modules into one file; a file that fails is not left behind."""
+    """Write the programs of all tuned modules into one file; a file that fails is deleted."""
     if not tuned.placed:
         raise ArchiveError("nothing is tuned, so there is nothing to save")
     bundle = BundleWriter()

@@ -82,7 +82,7 @@ def _not_now(module: nn.Module, calls: Recorded) -> str | None:
 def _not_alone(calls: Recorded) -> str | None:
     """What a program that is called with what the module is called with cannot do."""
     if any(kind.fills for kind in calls.kinds):
-        return "it puts something into what it is given"
+        return "it changes a list or dictionary of its arguments"
     strange = [foreign(call.args, call.kwargs) for call in calls]
     return next((f"it is given a {kind}" for kind in strange if kind is not None), None)
 

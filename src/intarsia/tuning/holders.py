@@ -117,7 +117,7 @@ def call_tree(modules: Iterable[nn.Module], call: Callable[[], object]) -> CallT
 
     def after(module: nn.Module, _: Any, __: Any) -> None:
         stack = running.__dict__.get("stack", [])
-        while stack:  # a module that raised may have left others behind
+        while stack:  # a module that raised may have left others here
             popped, start = stack.pop()
             if popped is module:
                 tree.seconds[module] = tree.seconds.get(module, 0.0) + time.perf_counter() - start

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from intarsia.capture.example import copied_call
+from intarsia.capture.watch import Ended, watch_calls
 from intarsia.errors import InputError
 
 _KEPT = 6  # calls of one kind kept with their tensors; of the others, sizes and times are
@@ -147,8 +146,13 @@ class Recorded(Sequence[RecordedCall]):
         kind.autocast = kind.autocast or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         return kind
 
-    def failed(self, kind: CallsOfKind, sizes: Sizes) -> None:
-        """Remove a call of these sizes, because the module raised an error."""
+    def end(self, kind: CallsOfKind, sizes: Sizes, ended: Ended) -> None:
+        """Note the time of a call of these sizes; remove it if the module raised an error."""
+        if not ended.failed:
+            kind.fills = kind.fills or ended.fills
+            kind.seconds += ended.seconds
+            self.seconds += ended.seconds
+            return
         self.total -= 1
         kind.seen[sizes] -= 1
         if kind.seen[sizes]:
@@ -157,12 +161,6 @@ class Recorded(Sequence[RecordedCall]):
         kind.calls = [call for call in kind.calls if call.sizes != sizes]
         if not kind.seen:
             self._kinds = {key: other for key, other in self._kinds.items() if other is not kind}
-
-    def end(self, kind: CallsOfKind, seconds: float, fills: bool) -> None:
-        """The call took so long; `fills` if it put something into what it was given."""
-        kind.fills = kind.fills or fills
-        kind.seconds += seconds
-        self.seconds += seconds
 
     def __len__(self) -> int:
         return sum(len(kind.calls) for kind in self._kinds.values())
@@ -196,14 +194,8 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
     )
 
 
-def nesting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
-    """How the arguments are nested, and which objects they are."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    return structure, [id(leaf) for leaf in leaves]
-
-
 def foreign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The type of an argument that capture cannot take apart, such as a cache."""
+    """The type of an argument that capture cannot decompose, such as a cache."""
     leaves = pytree.tree_leaves((args, kwargs))
     strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
     return type(strange[0]).__name__ if strange else None
@@ -265,40 +257,10 @@ def new_recorded(module: nn.Module) -> Recorded:
     return Recorded(inspect.signature(module.forward))
 
 
-class _Running(NamedTuple):
-    kind: CallsOfKind
-    sizes: Sizes
-    nested: Any
-    error: BaseException | None  # that was being handled when the call began
-    start: float
-
-
 def watch(module: nn.Module, calls: Recorded) -> list[RemovableHandle]:
     """Hooks that add every call of the module to `calls`, but for those that raise."""
-    running = threading.local()
 
-    def before(_: nn.Module, args: tuple[Any, ...], *rest: dict[str, Any]) -> None:
-        if not rest:  # the hook was removed while the call began
-            return
-        kwargs = rest[0]
-        kind = calls.begin(args, kwargs)
-        stack: list[_Running] = running.__dict__.setdefault("stack", [])
-        before_call = sizes_of(args, kwargs), nesting(args, kwargs)
-        stack.append(_Running(kind, *before_call, sys.exc_info()[1], time.perf_counter()))
+    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Ended], None]:
+        return partial(calls.end, calls.begin(args, kwargs), sizes_of(args, kwargs))
 
-    def after(_: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        kwargs = rest[0] if len(rest) > 1 else {}  # they are left out where the hook was removed meanwhile
-        stack: list[_Running] = running.__dict__.get("stack", [])
-        if not stack:
-            return
-        end, ended = time.perf_counter(), stack.pop()
-        error = sys.exc_info()[1]
-        if error is not None and error is not ended.error:  # the module raised it
-            calls.failed(ended.kind, ended.sizes)
-        else:
-            calls.end(ended.kind, end - ended.start, ended.nested != nesting(args, kwargs))
-
-    return [
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        module.register_forward_hook(after, with_kwargs=True, always_call=True),
-    ]
+    return watch_calls(module, begin)

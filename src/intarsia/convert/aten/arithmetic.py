@@ -130,7 +130,7 @@ def hypot(ctx: Context, self: Any, other: Any) -> Tensor:
 
 
 def _ordered(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The larger and the smaller, both of them kept if one is NaN."""
+    """The larger and the smaller; NaN in both if one is NaN."""
     swap = F.less(a, b)
     return F.where(swap, b, a), F.where(swap, a, b)
 
@@ -216,7 +216,7 @@ def _floor_of_floats(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _opposed(rest: Tensor, b: Tensor) -> Tensor:
-    """Where a remainder is not zero and has not the sign of the divisor."""
+    """Where a remainder is not zero and its sign differs from the divisor's."""
     signs = F.logical_xor(F.less(rest, 0), F.less(b, 0))
     return F.logical_and(signs, F.logical_not(F.equal(rest, 0)))
 
@@ -229,7 +229,7 @@ def floor_of_ints(a: Tensor, b: Tensor) -> Tensor:
 
 
 def quotient_of_ints(a: Tensor, b: Tensor) -> Tensor:
-    """Integers divided towards zero; the least of them by -1 would kill the process."""
+    """Integers divided towards zero; dividing the smallest integer by -1 would kill the process."""
     quotient = F.div(a, divisor(b))
     if b.constant is not None and not np.any(b.constant == -1):
         return quotient
@@ -237,7 +237,7 @@ def quotient_of_ints(a: Tensor, b: Tensor) -> Tensor:
 
 
 def divisor(b: Tensor) -> Tensor:
-    """What integers may be divided by, 1 in place of -1; zero is refused, for torch raises there."""
+    """The divisor of integers, with 1 in place of -1; zero is refused, because torch raises there."""
     if b.dtype == ir.DataType.BOOL:
         raise ConversionError("a division of booleans is not handled")
     known = b.constant
@@ -280,7 +280,7 @@ def pow_scalar(ctx: Context, self: Tensor, exponent: Any) -> Tensor:
 
 
 def _as_a_powers_base(x: Tensor) -> Tensor:
-    """PyTorch takes roots of float16 as powers, which see no sign of an infinity or a zero."""
+    """PyTorch computes roots of float16 as powers, which ignore the sign of infinities and zeros."""
     infinity = F.constant(float("inf"), x.dtype)
     x = F.where(F.equal(x, F.constant(float("-inf"), x.dtype)), infinity, x)
     zero = F.constant(0.0, x.dtype)
@@ -332,9 +332,9 @@ def _integer_power(x: Tensor, exponent: int) -> Tensor:
 def _power_of_integers(base: Tensor, exponent: Tensor, dtype: ir.DataType) -> Tensor:
     """One square for every bit of the exponent: exact, and wraps where torch wraps.
 
-    Engines take a power of integers through floats, which loses digits. All is done in int64: an engine
-    without one would lose digits here too, and says so at the first constant. Of a negative exponent
-    torch makes zero, unless the base is one or minus one.
+    Engines take a power of integers through floats, which loses digits. All steps use int64: an engine
+    without int64 would lose digits here too, and refuses the first constant. For a negative exponent torch
+    returns zero, unless the base is one or minus one.
     """
     bits = dtypes.to_numpy(dtype).itemsize * 8
     result = _factor(base, exponent, 1)
@@ -378,7 +378,7 @@ def atan2(ctx: Context, self: Any, other: Any) -> Tensor:
 
 @converter(aten.angle.default)
 def angle(ctx: Context, self: Tensor) -> Tensor:
-    """Zero, or half a turn for what is negative; not a number stays so."""
+    """Zero, or pi for negative numbers; NaN stays NaN."""
     if self.dtype in dtypes.UNSIGNED or self.dtype == dtypes.DataType.BOOL:
         return F.mul(F.cast(self, ctx.dtype), F.constant(0.0, ctx.dtype))
     if self.dtype in dtypes.FLOATS:

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, as one layer wherever that layer means what torch means."""
+"""Scaled dot-product attention, as one layer if that layer computes the same as torch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _full_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def fragments(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The result and the weights, layer by layer; a row masked out altogether weighs nothing."""
+    """The result and the weights, as separate layers; a fully masked row has weights of 0."""
     width = q.shape[-1]
     if scale is None:
         if not isinstance(width, int):
@@ -157,10 +157,10 @@ def _repeat(x: Tensor, heads: Dim, shared: Dim) -> Tensor:
 
 
 def _alone(ctx: Context, output: Tensor) -> tuple[Tensor | None, ...]:
-    """The attention of an operator that also returns what only training reads."""
+    """The attention of an operator with further results, which only training reads."""
     for index in range(1, len(ctx.value)):
         if used(ctx.node, index):
-            raise ConversionError(f"result {index} of {ctx.name}, made for training, is not handled")
+            raise ConversionError(f"result {index} of {ctx.name}, which only training needs, is not handled")
     return (output, *[None] * (len(ctx.value) - 1))
 
 

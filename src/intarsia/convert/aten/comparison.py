@@ -32,7 +32,7 @@ def comparable(ctx: Context, a: Any, b: Any) -> tuple[Tensor, ...]:
 
 
 def truth(value: Any) -> Tensor:
-    """What torch takes for true: all but zero, NaN included, which engines cast differently."""
+    """The elements that torch treats as true: all but zero, including NaN, which engines cast differently."""
     if not isinstance(value, Tensor):
         return F.constant(value, BOOL)
     if value.dtype not in dtypes.FLOATS:
@@ -123,7 +123,7 @@ def isfinite(ctx: Context, self: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Neither infinite nor NaN, which is below nothing."""
+    """Whether elements are neither infinite nor NaN; no comparison with NaN is true."""
     return F.less(F.abs(x), math.inf)
 
 

@@ -1,6 +1,6 @@
 """`torch.cond` and `torch.while_loop`: the layers `If` and `Loop`, whose bodies are networks of their own.
 
-A loop of many short turns is where this pays: 64 turns of an RNN cell of 64 units take 3.4 ms in PyTorch and
+Loops of many short iterations gain most: 64 iterations of an RNN cell of 64 units take 3.4 ms in PyTorch and
 0.5 ms in one `Loop` of ONNX Runtime (`bench/control_flow.py`).
 """
 
@@ -54,11 +54,11 @@ def while_loop(
     carried: Sequence[Any],
     operands: Sequence[Any] = (),
 ) -> list[Tensor]:
-    """`Loop`: the condition is computed before it, and at the end of each turn."""
+    """`Loop`: the condition is computed before it, and at the end of each iteration."""
     _refuse_nested(more, turn)
     first, results = [ctx.tensor(value) for value in carried], _results(ctx)
     if [value.dtype for value in first] != [dtype for dtype, _ in results]:
-        raise ConversionError("what the loop carries changes its dtype")
+        raise ConversionError("a value that the loop carries changes its dtype")
     [start] = convert_graph(_inner(ctx, ctx.net), more, [*first, *operands])
     ctx.net.scope = ctx.name
 
@@ -77,13 +77,13 @@ def while_loop(
 def _results(ctx: Context) -> list[tuple[ir.DataType, Shape]]:
     values = ctx.value
     if not all(isinstance(value, torch.Tensor) for value in values):
-        raise ConversionError("it makes values that are no tensors")
+        raise ConversionError("it returns values that are not tensors")
     return [(dtypes.to_onnx(value.dtype), shape_of(value)) for value in values]
 
 
 def _refuse_nested(*bodies: fx.GraphModule) -> None:
     if any(is_control_flow(node) for body in bodies for node in body.graph.nodes):
-        raise ConversionError("control flow within control flow runs in PyTorch, its bodies on engines")
+        raise ConversionError("nested control flow runs in PyTorch; its bodies run on engines")
 
 
 def _body(ctx: Context, name: str, layers: Callable[[ConversionContext, Network], list[Any]]) -> ir.Graph:

@@ -309,7 +309,7 @@ def col2im(
     stride: Sequence[int],
 ) -> Tensor:
     if not all(isinstance(extent, int) for extent in output_size):
-        raise ConversionError("an output size that is not known yet is not handled")
+        raise ConversionError("an output size that is not known at compile time is not handled")
     x = self if self.ndim == 3 else F.unsqueeze(self, [0])
     full = [int(extent) + 2 * pad for extent, pad in zip(output_size, padding, strict=True)]  # type: ignore[arg-type]
     rows, columns = (_covered(full[i], kernel_size[i], dilation[i], stride[i]) for i in range(2))

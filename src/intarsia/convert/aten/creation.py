@@ -1,4 +1,4 @@
-"""Tensors made from nothing: one value, ranges, identity matrices, triangles."""
+"""Tensors created without inputs: one value, ranges, identity matrices, triangles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def filled(sizes: Sizes | Tensor, value: Any, dtype: ir.DataType) -> Tensor:
 
 
 def literal(value: torch.Tensor) -> Tensor:
-    """What torch made, as a constant; OpenVINO takes an empty constant for a number."""
+    """The value that torch computed, as a constant; OpenVINO treats an empty constant as a number."""
     return F.constant(value) if value.numel() else F.full(tuple(value.shape), 0, value.dtype)
 
 
@@ -120,7 +120,7 @@ def arange(ctx: Context, end: Any, start: Any = 0, step: Any = 1, *, dtype: Any 
     for bound in (start, end, step):
         if isinstance(bound, float) or (isinstance(bound, Tensor) and bound.dtype != INT64):
             raise ConversionError(
-                f"a range from {start} to {end} by {step}, not all integers, is not handled"
+                f"a range from {start} to {end} by {step}, which are not all integers, is not handled"
             )
     return F.cast(F.arange(start, end, step, INT64), ctx.dtype)
 

@@ -47,7 +47,7 @@ class Indices:
 
 
 def read(x: Tensor, items: Sequence[Tensor | None]) -> Indices:
-    """What an index list asks of `x`."""
+    """The elements of `x` that an index list selects."""
     axes: list[int] = []
     indices: list[Tensor] = []
     axis = 0
@@ -135,7 +135,7 @@ def restored(asked: Indices, flat: Tensor) -> Tensor:
 
 
 def to_result(asked: Indices, output: Tensor) -> Tensor:
-    """What the indices made, from the front to where torch puts it."""
+    """The dimensions that the indices made, moved from the front to torch's position."""
     front = list(range(asked.rank))
     rest = list(range(asked.rank, output.ndim))
     return ordered(output, [*rest[: asked.at], *front, *rest[asked.at :]])
@@ -148,7 +148,7 @@ def to_front(asked: Indices, values: Tensor) -> Tensor:
 
 
 def result_sizes(asked: Indices) -> tuple[list[Size], Shape]:
-    """The sizes of what is indexed, as torch puts them, and what is known of them."""
+    """The sizes of the indexed part, in torch's order, and their known values."""
     rest = [(size(asked.x, axis), asked.x.shape[axis]) for axis in asked.rest]
     front = list(zip(sizes(asked.indices[0]), asked.indices[0].shape, strict=True))
     both = [*rest[: asked.at], *front, *rest[asked.at :]]

@@ -1,4 +1,4 @@
-"""What converters share: layers in dtypes that engines compute rightly, and refusals at run time."""
+"""Helpers of converters: layers in dtypes that engines compute correctly, and refusals at run time."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def static(x: Tensor, axis: int) -> int:
     """The size of `x` along an axis, which must be known when the network is made."""
     size = x.shape[axis]
     if not isinstance(size, int):
-        raise ConversionError(f"the size {size} of dimension {axis} is not known ahead")
+        raise ConversionError(f"the size {size} of dimension {axis} is not known at compile time")
     return size
 
 
@@ -134,7 +134,7 @@ def whole(values: Any, what: str) -> list[int]:
     """Integers that must be known when the network is made."""
     items = list(values) if isinstance(values, list | tuple) else [values]
     if not all(isinstance(item, int) for item in items):
-        raise ConversionError(f"{what}={items} is not known ahead")
+        raise ConversionError(f"{what}={items} is not known at compile time")
     return items
 
 
@@ -147,19 +147,19 @@ def axes_of(dim: Any, rank: int) -> list[int]:
 
 
 def used(node: Any, index: int) -> bool:
-    """Whether anything reads the output of this number; what nobody reads need not be made."""
+    """Whether a node reads the output of this number; an unread output is not computed."""
     if node is None:
         return True
     return any(user.target is not operator.getitem or user.args[1] == index for user in node.users)
 
 
 def is_empty(*tensors: Tensor) -> bool:
-    """Whether a tensor is known to have no elements; kernels disagree about those, so none is asked."""
+    """Whether a tensor is known to have no elements; kernels disagree about those, so none is used."""
     return any(0 in x.shape for x in tensors)
 
 
 def filled(ctx: Context, value: float = 0, output: int | None = None) -> Tensor:
-    """What torch makes of nothing: a result of one value (or of none), whatever the operands hold."""
+    """torch's result for empty operands: filled with one value, or empty."""
     result = ctx.value if output is None else ctx.value[output]
     sizes = whole(list(result.shape), "a size")
     return F.full(sizes, value, result.dtype)
@@ -185,12 +185,12 @@ def sum_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = False) -
 
 
 def summed_up(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """The sum over dimensions that go away, exact of integers."""
+    """The sum over dimensions, which are removed; exact for integers."""
     return sum_of_integers(x, axes) if x.dtype in LONG else F.reduce_sum(x, axes, keepdims=False)
 
 
 def product_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = False) -> Tensor:
-    """Halves multiplied with each other until one is left."""
+    """The product of the first half with the second, repeated until one element is left."""
     for axis in axes:
         count = static(x, axis)
         while count > 1:

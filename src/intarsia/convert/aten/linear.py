@@ -51,7 +51,7 @@ def _scaled(x: Tensor, factor: Any) -> Tensor:
 
 
 def _plus(ctx: Context, result: Tensor, self: Tensor, beta: Any, alpha: Any) -> Tensor:
-    """`beta * self + alpha * made`; with beta 0 torch does not look at self, whatever it holds."""
+    """`beta * self + alpha * made`; with beta 0 torch ignores the values of self."""
     result = _scaled(result, alpha)
     if beta != 0:
         result = F.add(_scaled(F.cast(self, result.dtype), beta), result)

@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 
 def ones(sizes: Sequence[Any], dtype: ir.DataType, value: float = 1.0) -> Tensor:
-    """The weight of a norm that has none, or with another `value` its shift; the sizes must be known."""
+    """The default weight of a norm, or with another `value` its default shift; the sizes must be known."""
     if not all(isinstance(size, int) for size in sizes):
         raise ConversionError(
-            f"normalising over sizes {tuple(sizes)} that are not known ahead is not handled"
+            f"normalising over sizes {tuple(sizes)} that are not known at compile time is not handled"
         )
     return F.constant(np.full(tuple(sizes), value, dtypes.to_numpy(dtype)))
 
@@ -170,7 +170,7 @@ def native_batch_norm(
     training: bool = False,
 ) -> tuple[Any, ...]:
     if len(ctx.value) > 3 and used(ctx.node, 3):
-        raise ConversionError("the reserve of batch norm, made for training, is not handled")
+        raise ConversionError("the reserve of batch norm, which only training needs, is not handled")
     return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, training, eps))
 
 
@@ -192,7 +192,7 @@ def _like(x: Tensor, model: Tensor) -> Tensor:
 
 
 def _finite(weight: Tensor) -> Tensor:
-    """A weight that torch may multiply by mean and deviation first, and still have what we have."""
+    """A weight that torch may multiply by mean and deviation first, without a different result."""
     known = weight.constant
     if known is None:
         return left_where(weight, F.isinf(weight))
@@ -316,7 +316,7 @@ def native_batch_norm_functional(
 
 
 def _least(x: Tensor) -> float:
-    """What is added where nothing is said: the rounding of the type it is computed in, float32 for halves."""
+    """The default epsilon: the rounding of the type it is computed in, float32 for halves."""
     return float(torch.finfo(dtypes.to_torch(x.dtype)).eps)
 
 

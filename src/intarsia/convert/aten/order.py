@@ -115,13 +115,13 @@ def best(x: Tensor, k: Any, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
 
 
 def _is_share(x: Tensor) -> bool:
-    """Whether a tensor holds shares of one, as scores do that are made to be ranked."""
+    """Whether a tensor holds values from 0 to 1 that add up to 1, such as scores for a ranking."""
     parent = x.get_parent()
     return parent is not None and parent.kind in ("Softmax", "Sigmoid")
 
 
 def _beyond_numbers(key: Tensor, k: Any, axis: int, largest: bool) -> Tensor:
-    """Where the k best are, with infinity and NaN in their places: floats have no value for a NaN to take.
+    """The positions of the k best, including infinities and NaN: no float can represent NaN in an order.
 
     Numbers are ordered with both at infinity, then both among themselves: they are in the same places.
     """
@@ -133,7 +133,7 @@ def _beyond_numbers(key: Tensor, k: Any, axis: int, largest: bool) -> Tensor:
 
 
 def in_order(x: Tensor, found: tuple[Tensor, Tensor], axis: int) -> tuple[Tensor, Tensor]:
-    """What was sorted, equal ones by place: not every engine keeps their order.
+    """The sorted values, equal ones by position: not every engine preserves their order.
 
     Every run of equal values is numbered, and (run, place) are sorted as one number.
     """
@@ -152,7 +152,7 @@ def in_order(x: Tensor, found: tuple[Tensor, Tensor], axis: int) -> tuple[Tensor
 
 
 def _like_the_next(values: Tensor, axis: int) -> Tensor:
-    """Where an element of a sorted tensor equals the one behind it; all NaN are alike."""
+    """Where an element of a sorted tensor equals the one after it; all NaN are alike."""
     key = _comparable(values)
     before, after = F.slice(key, 0, -1, axis=axis), F.slice(key, 1, END, axis=axis)
     same = F.equal(before, after)
@@ -162,10 +162,10 @@ def _like_the_next(values: Tensor, axis: int) -> Tensor:
 
 
 def without_ties(x: Tensor, k: Any, axis: int, largest: bool, first: int = 0) -> tuple[Tensor, Tensor]:
-    """The k best, but a call in which equal ones stand among them, or at the border, is left to PyTorch.
+    """The k best, but PyTorch runs a call with equal values among them, or at the border.
 
-    Which of equal elements come first, torch leaves to its kernels, and what is looked up by their places
-    differs. Places before `first` are of no concern.
+    Among equal elements, the order depends on torch's kernel, and values that are looked up by their
+    positions differ. Places before `first` do not matter.
     """
     count = x.shape[axis]
     if count == 1:
@@ -269,7 +269,7 @@ def median(ctx: Context, self: Tensor) -> Tensor:
 
 @converter(aten.nanmedian.dim)
 def nanmedian_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The lower median of what is a number; a row of nothing else has none."""
+    """The lower median of the elements that are not NaN; a row of NaN has none."""
     if self.ndim == 0 or is_empty(self) or not is_float(self):
         return median_dim(ctx, self, dim, keepdim)
     axis = dim % self.ndim
@@ -375,7 +375,7 @@ def isin(
 @converter(aten.one_hot.default)
 def one_hot(ctx: Context, self: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0:
-        raise ConversionError(f"num_classes={num_classes}, to be read from the data, is not handled")
+        raise ConversionError(f"num_classes={num_classes}, read from the data, is not handled")
     outside = F.logical_or(F.less(self, 0), F.less(num_classes - 1, self))
     classes = F.add(arange(num_classes), zero_unless(outside))
     return F.cast(F.equal(F.unsqueeze(self, [self.ndim]), classes), D.INT64)

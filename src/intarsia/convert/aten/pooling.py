@@ -49,7 +49,7 @@ def sliding(size: int, kernel: int, stride: int, dilation: int) -> Places:
 
 
 def within(places: Places, size: int) -> Places:
-    """Places beyond the ends moved to the nearest one of their window that is not: no new largest element."""
+    """Positions beyond the ends, moved to the nearest valid one of their window: the maximum is the same."""
     inside = (places >= 0) & (places < size)
     if not inside.any(1).all():
         raise ConversionError("a window with nothing but padding is not handled")
@@ -99,7 +99,7 @@ def spatial_sizes(x: Tensor, rank: int) -> list[int]:
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """How many windows torch slides; none starts in the padding behind the input."""
+    """How many windows torch slides; none starts in the padding after the input."""
     span = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (-(-span // stride) if ceil else span // stride) + 1
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count

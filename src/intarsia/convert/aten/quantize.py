@@ -1,4 +1,4 @@
-"""Quantisation as pt2e writes it, and products with weights in few bits as lowering leaves them."""
+"""Quantization as pt2e writes it, and products with low-bit weights as lowering writes them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _limits(ctx: Context, quant_min: Any, quant_max: Any) -> tuple[int, int]:
 def _number(value: Any, name: str) -> int:
     if isinstance(value, Tensor):
         if value.constant is None:
-            raise ConversionError(f"a {name} that is computed is not handled")
+            raise ConversionError(f"a {name} that is not a constant is not handled")
         return int(value.constant)
     return int(value)
 
@@ -202,7 +202,7 @@ def fake_quantize_per_channel(
 
 def _float_only(x: Tensor) -> None:
     if x.dtype != ir.DataType.FLOAT:
-        raise ConversionError(f"fake quantisation of {x.dtype.name} is not handled")
+        raise ConversionError(f"fake quantization of {x.dtype.name} is not handled")
 
 
 # Products with weights in few bits, which lowering found (`lower/packing.py`).
@@ -243,7 +243,7 @@ def quantized_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: st
 
 @converter(EMBEDDING)
 def quantized_embedding(ctx: Context, target: Any, args: Any, kwargs: Any, name: str) -> Tensor:
-    """Rows are looked up in few bits, and only those become numbers."""
+    """Rows are looked up in their packed form, and only these rows are unpacked."""
     indices, weight, scale, zero, bits, _ = args
     _constants_only(weight, scale, zero)
     places = from_the_front(ctx.tensor(indices), weight.shape[0])
@@ -265,7 +265,7 @@ def quantized_embedding(ctx: Context, target: Any, args: Any, kwargs: Any, name:
 
 def _constants_only(*tables: Any) -> None:
     if not all(table is None or isinstance(table, torch.Tensor) for table in tables):
-        raise ConversionError("a weight in few bits that is no constant is not handled")
+        raise ConversionError("a low-bit weight that is not a constant is not handled")
 
 
 def _in_bytes(numbers: torch.Tensor, bits: int) -> torch.Tensor:

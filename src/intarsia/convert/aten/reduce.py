@@ -47,7 +47,7 @@ def reduced(
 
 
 def _sum(ctx: Context, operand: Tensor) -> Layer:
-    """How elements are added up; what is given as small integers or truth stays small enough."""
+    """The sum of elements; sums of small integers or booleans stay small enough."""
     return sum_of_integers if ctx.dtype in LONG and operand.dtype in LONG else F.reduce_sum
 
 
@@ -56,7 +56,7 @@ def _product(ctx: Context) -> Layer:
 
 
 def _product_of_floats(x: Tensor, axes: list[int] | None = None, *, keepdims: bool = True) -> Tensor:
-    """In another order than eager's it may overflow on the way, and be infinite or, by a zero, NaN."""
+    """In an order other than eager's, the product may overflow on the way: infinite, or NaN with a zero."""
     result = F.reduce_prod(x, axes, keepdims=keepdims)
     finite = F.equal(F.reduce_sum(F.mul(x, 0.0), axes, keepdims=keepdims), 0.0)  # of all factors
     return left_where(result, F.logical_and(finite, F.logical_or(F.isinf(result), F.isnan(result))))
@@ -99,7 +99,7 @@ def holds_everywhere(condition: Tensor, axes: list[int], keepdims: bool) -> Tens
 
 
 def _extreme(layer: Layer, worst: float) -> Layer:
-    """Largest or smallest element; engines lose a NaN, and a row of nothing but infinities."""
+    """Largest or smallest element; engines lose NaN, and rows that hold only infinities."""
 
     def extreme(x: Tensor, axes: list[int], *, keepdims: bool) -> Tensor:
         result = layer(x, axes, keepdims=keepdims)
@@ -323,7 +323,7 @@ def _running_extreme(ctx: Context, self: Tensor, dim: int, largest: bool) -> tup
 
 
 def _moved(x: Tensor, axis: int, step: int) -> Tensor:
-    """`x` moved along an axis; the first ones, which have none before them, stay."""
+    """`x` moved along an axis; the first elements, without an earlier one, stay."""
     head = F.slice(x, 0, step, axis=axis)
     return F.concat([head, F.slice(x, 0, static(x, axis) - step, axis=axis)], axis)
 

@@ -39,7 +39,7 @@ def nearest_places(x: Tensor, axis: int, goal: Size, exact: bool, scale: float |
 def resized(x: Tensor, axis: int, mode: str, goal: Size, align: bool, scale: float | None) -> Tensor:
     """`x` resized along one axis, linear or cubic, in torch's order of operations."""
     if mode not in ("linear", "cubic"):
-        raise ConversionError(f"resizing by {mode} to a size not known ahead is not handled")
+        raise ConversionError(f"resizing by {mode} to a size not known at compile time is not handled")
     extent = size(x, axis)
     if align:
         last, end = _float(extent + -1), _float(goal + -1)
@@ -64,7 +64,7 @@ def resized(x: Tensor, axis: int, mode: str, goal: Size, align: bool, scale: flo
 
 
 def _cubic(t: Tensor) -> list[Tensor]:
-    """What the four neighbours weigh."""
+    """The weights of the four neighbours."""
 
     def near(x: Tensor) -> Tensor:  # ((A + 2) x - (A + 3)) x x + 1
         return F.add(F.mul(F.mul(F.sub(F.mul(x, _A + 2), _A + 3), x), x), 1.0)
@@ -77,7 +77,7 @@ def _cubic(t: Tensor) -> list[Tensor]:
 
 
 def _step(extent: Size, goal: Size, scale: float | None) -> Tensor:
-    """How far apart neighbours of the result lie: by the scale that is given, or by both sizes."""
+    """The distance between neighbours of the result: from the scale argument, or from both sizes."""
     return F.constant(1.0 / scale, FLOAT) if scale else F.div(_float(extent), _float(goal))
 
 
@@ -101,14 +101,14 @@ Scales = Sequence[float | None]
 
 
 def _goal(x: Tensor, output_size: Any, scales: Sequence[float | None]) -> list[Any]:
-    """The sizes asked for: given, or the input's times the scale, rounded down as torch does."""
+    """The requested sizes: the argument, or the input's sizes times the scale, rounded down as in torch."""
     if output_size is not None:
         return list(output_size)
     goal = []
     for i, scale in enumerate(scales):
         size = x.shape[2 + i]
         if scale is None:
-            raise ConversionError("neither a size nor a scale is given")
+            raise ConversionError("neither a size nor a scale is passed")
         goal.append(math.floor(size * scale) if isinstance(size, int) else None)
     return goal
 
@@ -117,7 +117,7 @@ def _scaled(x: Tensor, axis: int, scale: float | None) -> Size:
     """A size that is known at run time times a scale, rounded down, in integers."""
     exact = Fraction(scale or 1.0)
     if exact.denominator > 1024:
-        raise ConversionError(f"resizing by a factor of {scale} needs sizes known ahead")
+        raise ConversionError(f"resizing by a factor of {scale} needs sizes known at compile time")
     extent = F.mul(int64(size(x, axis)), int64(exact.numerator))
     return floor_divide(extent, exact.denominator) if exact.denominator > 1 else extent
 
@@ -125,9 +125,9 @@ def _scaled(x: Tensor, axis: int, scale: float | None) -> Size:
 def _weights(
     x: Tensor, mode: str, size: int, goal: int, align: bool, scale: float | None
 ) -> tuple[Array, Array]:
-    """What torch weighs each input element of an axis by, asked of torch itself: (goal, size).
+    """The weight of each input element of an axis, computed by torch itself: (goal, size).
 
-    With it, where an infinity becomes NaN, for torch multiplies by zero as well.
+    Also where an infinity becomes NaN, because torch multiplies by zero as well.
     """
     rows = torch.eye(size, dtype=dtypes.to_torch(x.dtype), device="cpu")
     weights: Array = _resized_rows(rows, mode, goal, align, scale).numpy().T
@@ -161,7 +161,7 @@ def _places(exact: bool, size: int, goal: int, scale: float | None) -> Array:
 
 
 def _taps(weights: Array, lost: Array) -> tuple[Array, Array]:
-    """The elements to look up and what they weigh, (goal, taps), each row as long as the longest."""
+    """The elements to look up and their weights, (goal, taps), each row as long as the longest."""
     rows = [
         [
             *((int(place), float(weighs[place])) for place in np.flatnonzero(weighs)),
@@ -230,7 +230,7 @@ def smooth(
     plain = mode == "linear" or (mode == "cubic" and not known)
     if plain and rank == 2 and (None not in scales or not any(scales)):
         if not known and any(has_scale) and align:
-            raise ConversionError("align_corners=True with scale factors needs sizes known ahead")
+            raise ConversionError("align_corners=True with scale factors needs sizes known at compile time")
         if not known or None in scales or _scales_match(x, goal, scales):
             where = "align_corners" if align else "half_pixel"
             result = _layer(
@@ -285,7 +285,7 @@ def nearest(
 
 
 def _factor(size: Any, goal: Any, scale: float | None) -> float | None:
-    """The whole number of times each element is repeated, if it is one; only then all agree how to round."""
+    """How often each element is repeated, if that is an integer; only then do all engines round alike."""
     if scale is not None and (scale != int(scale) or scale < 1):
         return None
     if not isinstance(size, int) or not isinstance(goal, int):

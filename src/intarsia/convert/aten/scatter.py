@@ -100,7 +100,7 @@ def reduced(
 
 
 def neutral_element(reduce: str, dtype: ir.DataType) -> Any:
-    """What a reduction starts from."""
+    """The start value of a reduction."""
     if reduce in _NEUTRAL:
         return _NEUTRAL[reduce]
     if reduce not in ("amax", "amin"):
@@ -222,20 +222,22 @@ def embedding_bag(
 ) -> Bags:
     for output in (1, 2, 3):
         if used(ctx.node, output):
-            raise ConversionError(f"result {output} of embedding_bag, meant for gradients, is not handled")
+            raise ConversionError(
+                f"result {output} of embedding_bag, used by gradients alone, is not handled"
+            )
     wide = kernels.accumulator(weight.dtype)
     indices = from_the_front(indices, size(weight, 0))
     rows = F.cast(F.gather(weight, indices, 0), wide)
     if per_sample_weights is not None:
         rows = F.mul(rows, F.unsqueeze(F.cast(per_sample_weights, wide), [1]))
     unlike = _unlike_offsets(offsets, size(indices, 0))
-    if include_last_offset:  # what comes behind the last one is in a bag or in none, as torch's modes differ
+    if include_last_offset:  # what comes after the last one is in a bag or in none, as torch's modes differ
         ends = F.equal(F.slice(F.cast(offsets, D.INT64), -1, END, axis=0), int64(size(indices, 0)))
         unlike = F.logical_or(unlike, F.logical_not(ends))
     bag = F.add(_bag_of(indices, offsets), zero_unless(unlike))
     count: Size = size(offsets, 0)
     if padding_idx >= 0:
-        # What pads goes to a bag behind the last one.
+        # What pads goes to a bag after the last one.
         pads = F.equal(indices, F.constant(padding_idx, D.INT64))
         bag = F.where(pads, F.constant(count) if isinstance(count, int) else count, bag)
     result = _reduced(rows, bag, count, _REDUCE[mode])
@@ -248,7 +250,7 @@ def embedding_bag(
 
 
 def _unlike_offsets(offsets: Tensor, count: Size) -> Tensor:
-    """Where offsets do not rise from 0 to at most the number of indices; torch refuses most of that."""
+    """Where offsets do not rise from 0 to at most the number of indices; torch refuses most of these."""
     begins = F.cast(offsets, D.INT64)
     before = F.concat([F.constant(np.zeros(1, np.int64)), F.slice(begins, 0, -1, axis=0)], 0)
     starts = F.concat([F.constant(np.ones(1, np.bool_)), F.less(F.slice(begins, 1, END, axis=0), 0)], 0)

@@ -1,4 +1,4 @@
-"""Sizes that are numbers now, or 0-d tensors when the network runs, and what converters do with them."""
+"""Sizes that are numbers now, or 0-d tensors when the network runs, and helpers of converters for them."""
 
 from __future__ import annotations
 

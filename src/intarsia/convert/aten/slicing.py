@@ -250,7 +250,7 @@ def padded(x: Tensor, pad: Sequence[Size], mode: str, value: float = 0) -> Tenso
     if mode not in _LAYER_MODE:
         raise ConversionError(f"mode={mode!r} is not handled")
     if mode != "constant" and not all(isinstance(amount, int) for amount in pad):
-        raise ConversionError(f"mode={mode!r} by an amount that is not known yet is not handled")
+        raise ConversionError(f"mode={mode!r} by an amount unknown at compile time is not handled")
     # What is cut off is cut off at the end: it may still be mirrored to the other side.
     grown = [(_grow(before), _grow(after)) for before, after in sides]
     if any(not isinstance(amount, int) or amount for side in grown for amount in side):
@@ -277,7 +277,7 @@ def _cut(x: Tensor, sides: Sequence[tuple[Size, Size]]) -> Tensor:
 def _circular(x: Tensor, sides: Sides) -> Tensor:
     for axis, (before, after) in enumerate(sides):
         if not isinstance(before, int) or not isinstance(after, int):
-            raise ConversionError("mode='circular' by an amount that is not known yet is not handled")
+            raise ConversionError("mode='circular' by an amount unknown at compile time is not handled")
         x = _cut(x, [(0, 0)] * axis + [(min(before, 0), min(after, 0))])
         parts = [x]
         if before > 0:

@@ -230,7 +230,7 @@ def _single(ctx: Context, self: Tensor) -> Tensor:
 
 
 def _erfc(x: Tensor) -> Tensor:
-    """`1 - erf(x)` that keeps its digits where little is left.
+    """`1 - erf(x)` that is accurate where the result is small.
 
     exp(-x^2) is taken apart: of x rounded to 1/128 the square is exact, and the rest is small.
     """
@@ -255,7 +255,7 @@ def _turn(x: Tensor) -> Tensor:
 
 
 def _is_pole(x: Tensor) -> Tensor:
-    """Zero and the negative integers, which far out all numbers are."""
+    """Zero and the negative integers; all floats of large magnitude are integers."""
     return F.logical_and(F.equal(F.round(x), x), F.less(x, 0.5))
 
 

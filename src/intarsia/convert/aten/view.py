@@ -92,7 +92,7 @@ def squeeze(ctx: Context, self: Tensor, dim: int | Sequence[int] | None = None) 
     axes = sorted({wrap(dim, self.ndim) for dim in dims} if self.ndim else set())
     gone = [axis for axis in axes if self.shape[axis] == 1]
     if self.ndim - len(gone) != len(result_shape(ctx)):
-        raise ConversionError(f"squeezing a tensor of shape {self.shape} depends on a size not known yet")
+        raise ConversionError(f"squeezing shape {self.shape} depends on a size not known at compile time")
     return F.squeeze(self, gone) if gone else self
 
 
@@ -105,7 +105,7 @@ def ordered(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def moved(x: Tensor, source: Sequence[int], destination: Sequence[int]) -> Tensor:
-    """`x` with some dimensions put elsewhere, the others in the order they had."""
+    """`x` with some dimensions moved, the others in their old order."""
     rest = iter([axis for axis in range(x.ndim) if axis not in source])
     place = dict(zip(destination, source, strict=True))
     return ordered(x, [place[axis] if axis in place else next(rest) for axis in range(x.ndim)])
@@ -287,7 +287,7 @@ def repeat_interleave_counts(ctx: Context, repeats: Tensor, *, output_size: Size
 
 
 def _which(repeats: Tensor) -> Tensor:
-    """For every place of the result, which element stands there: [2, 0, 1] -> [0, 0, 2]."""
+    """For every position of the result, the index of its element: [2, 0, 1] -> [0, 0, 2]."""
     counts = repeats.constant
     if counts is not None:
         return F.constant(np.repeat(np.arange(counts.size), counts.astype(np.int64)))
@@ -348,7 +348,7 @@ def resize(ctx: Context, self: Tensor, size: Sequence[Size]) -> Tensor:
     flat, _ = _in_memory_order(ctx, self)
     have, want = flat.shape[0], product(result_shape(ctx))
     if not isinstance(have, int) or not isinstance(want, int) or want > have:
-        raise ConversionError(f"resizing {have} elements to {want}, of unset memory, is not handled")
+        raise ConversionError(f"resizing {have} to {want} elements leaves memory unset, which is not handled")
     return reshape(F.slice(flat, 0, want, axis=0), size, result_shape(ctx))
 
 

@@ -1,4 +1,4 @@
-"""The rewrites by name, how they are applied, and which of them pay on this GPU."""
+"""The rewrites by name, how they are applied, and which of them are faster on this GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ PAYS = 0.99  # time with over time without, below which a rewrite is made
 
 
 def paying(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the rewrites that make this graph faster, each tried beside the ones kept before it."""
+    """The rewrites that make this graph faster, each tried together with those selected before it."""
     store = JsonStore(cache_directory() / "graph_rewrites.json")
     key = _key(module, names)
     known = store.read().get(key)
@@ -86,7 +86,7 @@ def paying(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
     except RuntimeError as error:  # no room for it, or nothing that a CUDA graph can hold
         said = next(iter(str(error).splitlines()), "")
         warnings.warn(
-            f"rewrites could not be measured, so all are made: {type(error).__name__}: {said}", stacklevel=3
+            f"rewrites were not measured, so all are applied: {type(error).__name__}: {said}", stacklevel=3
         )
         return tuple(names)
     store.update({key: list(remaining)})

@@ -27,7 +27,7 @@ def attach(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The one node that reads this one; None where several do."""
+    """The only node that reads this one; None if there are several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 

@@ -86,7 +86,7 @@ _REST = ("stride", "padding", "dilation", "groups")
 
 # Images and the weights of their convolutions laid out channel by channel innermost (`channels_last`).
 #
-# Kernels keep the layout that they are given, so what enters the first convolution decides for all behind it.
+# Kernels keep the layout that they are given, so what enters the first convolution decides for all after it.
 #
 # Results get the model's strides back: a caller may call `view` on them. A graph that shows the layout
 # otherwise (random numbers in memory order, views returned) is left alone.
@@ -101,7 +101,7 @@ _BY_MEMORY = (aten.view_as_complex.default, aten.view.dtype)  # which ask for ne
 
 
 def channels_last(module: fx.GraphModule) -> int:
-    """Lay out weights and the images that come from outside, results as before; how many weights."""
+    """Change the layout of weights and input images, not of results; returns the number of weights."""
     kernels = image_convolutions(module)
     if not kernels:
         return 0
@@ -126,7 +126,7 @@ def channels_last(module: fx.GraphModule) -> int:
 
 
 def image_convolutions(module: fx.GraphModule) -> list[fx.Node]:
-    """The convolutions to be laid out so; none where the graph shows how its values are laid out.
+    """The convolutions whose layout changes; none if the graph depends on the layout of its values.
 
     It does where numbers are drawn in the order of memory, memory is read as another dtype, an image comes
     laid out otherwise, or a result is a view of another layout.
@@ -148,7 +148,7 @@ def _is_of_images(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _lay_out_results(graph: fx.Graph, kernels: Sequence[fx.Node]) -> None:
-    """Results are contiguous as they were: who calls `view` on one must not meet another layout."""
+    """Results are contiguous as they were: a caller's `view` must not fail because of another layout."""
     reached, output = _reached(graph, kernels), graph.output_node()
 
     def laid_out(node: fx.Node) -> fx.Node:

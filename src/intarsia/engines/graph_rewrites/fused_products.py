@@ -1,4 +1,4 @@
-"""What runs as one kernel: products with bias, activation, norm, gate or residual; attention."""
+"""Nodes that run as one kernel: products with bias, activation, norm, gate or residual; attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def addmm_activation(
     bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor, use_gelu: bool
 ) -> torch.Tensor:
-    """`relu(addmm(...))`, or gelu of the tanh form: an operator of ours, which no compiler takes apart."""
+    """`relu(addmm(...))`, or gelu of the tanh form: an operator of ours, which compilers do not decompose."""
     return torch._addmm_activation(bias, one, other, use_gelu=use_gelu)
 
 
@@ -191,7 +191,7 @@ def _is_row(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _replace(module: fx.GraphModule, node: fx.Node) -> None:
-    """One product, or two where one gates the other, with the norm before and the residual behind."""
+    """One product, or two where one gates the other, with the norm before and the residual after it."""
     operands: dict[str, Any] = arguments(node)
     pair = _gate_of([node, *_beside(node)])
     x, norm, eps = _normed(module, operands["input"]) or (operands["input"], None, 0.0)
@@ -230,7 +230,7 @@ def _beside(node: fx.Node) -> list[fx.Node]:
 
 
 def _gate_of(nodes: list[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """The product that gates, the one that is gated, and the node that multiplies; None without a gate."""
+    """The gating product, the gated product, and the node that multiplies them; None without a gate."""
     for first in nodes:
         silu = only_user(first)
         gate = only_user(silu) if silu is not None and silu.target is aten.silu.default else None
@@ -256,7 +256,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _normed(module: fx.GraphModule, node: Any) -> tuple[fx.Node, fx.Node, float] | None:
-    """What an RMS norm is given, its weight and epsilon, as models write it; None for anything else."""
+    """The input, weight and epsilon of an RMS norm, as models write it; None for other nodes."""
     if node.target is aten.slice.Tensor and shape_of(node) == shape_of(node.args[0]):
         node = node.args[0]  # the last token, of one
     if node.target is not aten.mul.Tensor:

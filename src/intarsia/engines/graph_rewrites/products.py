@@ -76,7 +76,7 @@ def groups_of(module: fx.GraphModule) -> list[list[fx.Node]]:
 
 
 def merge(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
-    """Put one product in the place of several."""
+    """Replace several products with one."""
     weights = [getattr(module, arguments(node)["weight"].target) for node in nodes]
     graph, first = module.graph, nodes[0]
     operands = {"weight": weights}
@@ -241,7 +241,7 @@ def _split(module: fx.GraphModule, node: fx.Node, rows: int, weight: torch.Tenso
 
 @functools.lru_cache(maxsize=256)
 def measured_slices(rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Into how many slices a product is fastest on this GPU; 1 where slicing does not pay."""
+    """Into how many slices a product is fastest on this GPU; 1 where slicing is not faster."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return 1
     tiles = math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
@@ -253,8 +253,8 @@ def measured_slices(rows: int, columns: int, inner: int, dtype: torch.dtype, dev
             whole = _timed(rows, columns, inner, dtype, 1)
             ratios = {count: ratio(_timed(rows, columns, inner, dtype, count), whole) for count in counts}
     except torch.OutOfMemoryError:
-        said = f"a product of {rows} x {inner} x {columns} could not be measured for want of memory"
-        warnings.warn(f"{said}, and is left whole", stacklevel=2)
+        said = f"a product of {rows} x {inner} x {columns} could not be measured: there is not enough memory"
+        warnings.warn(f"{said}, and is not split", stacklevel=2)
         return 1
     return min((count for count in counts if ratios[count] < _PAYS), key=ratios.__getitem__, default=1)
 

@@ -1,1 +1,1 @@
-"""Which values must hold so that an engine answers as PyTorch does, planned and looked at."""
+"""Conditions on values under which an engine answers as PyTorch does: planned, and checked at each call."""

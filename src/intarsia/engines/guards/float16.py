@@ -1,8 +1,8 @@
-"""What is watched of a network's numbers so that float16, which ends at 65504, can stand for a longer type.
+"""The checks of a network's numbers that let float16, whose maximum is 65504, replace a longer type.
 
-Whatever is computed with must be finite: what may not be is watched where a layer reads it. Of a product by
-weights the operand is, by the most that its sums may be, so that its kernel can go on with the next layer. So
-no infinity is hidden by what follows (relu of minus infinity is 0, and so is a number divided by it).
+All operands must be finite: a tensor that may not be finite is checked where a layer reads it. Of a product
+by weights the operand is, by the most that its sums may be, so that its kernel can go on with the next layer.
+So no infinity is hidden by what follows (relu of minus infinity is 0, and so is a number divided by it).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def overflow_guards(net: Network) -> list[ValueGuard]:
 
 
 class _Watch:
-    """One pass in order: what a layer must not be given is watched for, and ruled out from there on."""
+    """One pass in order: a value that a layer must not read gets a guard, and is excluded from there on."""
 
     def __init__(self, net: Network) -> None:
         self.net = net
@@ -99,13 +99,13 @@ class _Watch:
         return min(LARGEST_HALF, max(_PRODUCT - bias, 0.0) / max(total * 1.02, 1e-6))
 
     def _require(self, tensor: Tensor, most: float) -> None:
-        """Let a tensor stay within a limit from here on, by a guard if it is not known to."""
+        """Keep a tensor within a limit from here on, by a guard if that is not known."""
         if not _is_computed(tensor) or 0 in tensor.shape:
             return
         interval, sure = range_of(tensor, self.known), Interval(max(-most, _SAFE.low), min(most, _SAFE.high))
         if interval.within(sure):
             return
-        # One sum tells of infinities and NaN; a limit needs a look at each element.
+        # One sum shows infinities and NaN; a limit needs a check of each element.
         needs_finite = most == LARGEST_HALF or interval.reach <= sure.high
         self.guards[tensor.value, most] = (
             ValueGuard(tensor.name, -_CALM, _CALM, total=True)
@@ -135,7 +135,7 @@ class _Watch:
 
 
 def _has_large_constant(layer: Layer, is_mask: bool) -> bool:
-    """Whether a layer reads what float16 does not hold; refused where it is no mask."""
+    """Whether a layer reads a constant that float16 cannot hold; refused unless it is a mask."""
     if layer.kind in _COMPARISONS or _has_large_bound(layer):
         return False  # what they are given is finite
     constants = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
@@ -145,7 +145,7 @@ def _has_large_constant(layer: Layer, is_mask: bool) -> bool:
     large = [number[~(number.abs() <= LARGEST_HALF)] for number in values]
     ends = [end.item() for number in large if number.numel() for end in torch.aminmax(number)]
     if ends and not (is_mask and max(ends) < 0):
-        raise EngineError(f"a constant of {layer.kind} holds {max(ends):g}, and float16 does not")
+        raise EngineError(f"a constant of {layer.kind} holds {max(ends):g}, which float16 cannot hold")
     return bool(ends)
 
 
@@ -157,7 +157,8 @@ def _is_computed(tensor: Tensor) -> bool:
 def _shows(layer: Layer) -> bool:
     """Whether the result of a product is watched, and not its operand: an overflow in it is seen there.
 
-    So it is of small ones, and of convolutions that Winograd's transform may compute, whose sums are larger.
+    This is the case for small products, and for convolutions that Winograd's transform may compute, whose
+    sums are larger.
     """
     if layer.kind not in MULTIPLIES_WEIGHTS:
         return False
@@ -170,7 +171,7 @@ def _shows(layer: Layer) -> bool:
 
 
 def _divides_by_zero(layer: Layer) -> bool:
-    """Whether a small number that float16 makes zero of would make an infinity of the result."""
+    """Whether a small number that becomes 0 in float16 would make the result infinite."""
     if layer.kind in ("Log", "Reciprocal"):
         return True
     if layer.kind not in ("Div", "Pow"):
@@ -192,7 +193,7 @@ def _has_large_bound(layer: Layer) -> bool:
 def _sums_of_weights(layer: Layer) -> tuple[float, float] | None:
     """The most that weights can add up to in one number of a product, and its bias.
 
-    None where it is no product by constant weights.
+    None if it is not a product with constant weights.
     """
     if layer.kind not in MULTIPLIES_WEIGHTS:
         return None
@@ -214,7 +215,7 @@ def _sums_of_weights(layer: Layer) -> tuple[float, float] | None:
 
 
 def _read_by_softmax_alone(layers: list[Layer], net: Network) -> set[ir.Value]:
-    """The values of which a softmax alone sees anything: minus infinity is what masks are made of."""
+    """The values that only a softmax reads: masks consist of minus infinity."""
     scores: set[ir.Value] = set()
     outputs = {tensor.value for tensor in net.get_outputs()}
     uses: dict[ir.Value, list[tuple[Layer, int]]] = {}

@@ -1,4 +1,4 @@
-"""Guards of inputs, looked at before the engine runs; what is known of inputs that only we write to."""
+"""Guards of inputs, checked before the engine runs; known facts about inputs that we alone write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from intarsia.engines.guards.kinds import AnyGuard, ValueGuard
 
 # Sums of squares that are known of tensors without a look at them, as long as nobody else writes there.
 #
-# A cache of keys and values grows by a token at a time. Who writes the token can tell what the whole adds up
+# A cache of keys and values grows by a token at a time. The writer of the token knows what the whole adds up
 # to; else guards look at all of it again for every token.
 #
 # Looking at the whole cache took 2.5 of 93 ms a token (`bench/generate.py --engines openvino`).
@@ -39,7 +39,7 @@ _records: dict[int, _Record] = {}
 
 
 def squares_of(array: np.ndarray[Any, Any]) -> float:
-    """The sum of the squares of an array; not finite where an element is not."""
+    """The sum of the squares of an array; not finite if an element is not."""
     wide = array.astype(np.float32) if array.dtype == np.float16 else array  # squares do not overflow there
     flat = wide.reshape(-1)
     if flat.size <= _PIECE:
@@ -49,13 +49,13 @@ def squares_of(array: np.ndarray[Any, Any]) -> float:
 
 
 def tell_zeros(tensor: torch.Tensor) -> None:
-    """Say that a tensor holds zeros alone."""
+    """Record that a tensor holds only zeros."""
     if _is_countable(tensor):
         _record(tensor, 0.0)
 
 
 def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts as one tensor, of which it is known what was known of each."""
+    """The parts as one tensor, with the known facts about each part."""
     stack = torch.stack([*parts])
     squares = [known_squares(part) for part in parts]
     if _is_countable(stack) and None not in squares:
@@ -84,7 +84,7 @@ def write(tensor: torch.Tensor, place: tuple[Any, ...], values: torch.Tensor) ->
         return
     whole = record.of()
     assert whole is not None  # it is the tensor, or what the tensor is a part of
-    if _is_alike(values, part):  # it lies together, as a part of a longer memory does not
+    if _is_alike(values, part):  # it is contiguous, unlike a part of a longer memory
         added = squares_of(values.detach().numpy())
         part.copy_(values)
     else:
@@ -100,7 +100,7 @@ def _is_alike(values: torch.Tensor, part: torch.Tensor) -> bool:
 
 
 def forget(tensor: torch.Tensor) -> None:
-    """Know nothing of a tensor any more: others have it, who may write to it unseen."""
+    """Forget all facts about a tensor: other code has it and may write to it unnoticed."""
     _records.pop(id(tensor), None)
     if tensor._base is not None:
         _records.pop(id(tensor._base), None)
@@ -113,7 +113,7 @@ def known_squares(tensor: torch.Tensor) -> float | None:
 
 
 def _known(tensor: torch.Tensor) -> _Record | None:
-    """What is recorded of a tensor, or of what it is a part of: a view, whose writes are counted together."""
+    """The record of a tensor, or of the tensor that it is a view of: their writes are counted together."""
     record = _records.get(id(tensor))
     if record is None:
         base = tensor._base
@@ -131,7 +131,7 @@ def _record(tensor: torch.Tensor, squares: float) -> None:
 
 
 def _forgetting(key: int) -> Callable[[weakref.ref[torch.Tensor]], None]:
-    """What takes an entry out when its tensor ends, unless another tensor has its place by then."""
+    """A function that removes the entry when its tensor is freed, unless another one has its address."""
 
     def forget_dead(dead: weakref.ref[torch.Tensor]) -> None:
         record = _records.get(key)
@@ -142,7 +142,7 @@ def _forgetting(key: int) -> Callable[[weakref.ref[torch.Tensor]], None]:
 
 
 def is_known_to_hold(guard: ValueGuard, tensor: Any) -> bool:
-    """Whether a guard of the sum of an input's magnitudes holds by what is known of it."""
+    """Whether the known facts imply a guard of the sum of an input's magnitudes."""
     if not guard.total or guard.low >= 0 or not isinstance(tensor, torch.Tensor) or tensor.is_inference():
         return False
     squares = known_squares(tensor)
@@ -160,7 +160,7 @@ Array = np.ndarray[Any, Any]
 
 
 def input_check(guard: ValueGuard) -> Callable[[Array], bool]:
-    """Whether an input holds what it must; asked before the engine runs, at every call."""
+    """Whether an input meets its guards; checked before the engine runs, at every call."""
     low, high, limit = guard.low, guard.high, REACH * guard.high * guard.high
 
     def small_squares(array: Array) -> bool:
@@ -184,7 +184,7 @@ def _wide(array: Array) -> Array:
 
 
 def sentence_about(broken: Sequence[AnyGuard], names: Sequence[str], tensors: Sequence[Any]) -> str:
-    """What does not hold, in a sentence, with the values of inputs."""
+    """The guard that does not hold, as a sentence with the values of inputs."""
     clauses = []
     for guard in broken[:3]:
         name = guard.tensors[0]

@@ -1,9 +1,9 @@
 """From the intervals of a layer's operands to those of its results.
 
 Weights, norms and functions with bounds limit a tensor; movement keeps a bound, sums and products widen it.
-What has no rule may make anything, which costs a guard more, or leaves a layer to PyTorch. A rule serves some
-model of `bench/specimens.py` (without that of sums BERT has 27 guards instead of 2, without `_deviation`
-Llama has 67 instead of 1), or the integers that OpenVINO computes in float32.
+An operator without a rule may make any value, which costs another guard, or leaves a layer to PyTorch. A rule
+serves some model of `bench/specimens.py` (without that of sums BERT has 27 guards instead of 2, without
+`_deviation` Llama has 67 instead of 1), or the integers that OpenVINO computes in float32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RULES: dict[str, Rule] = {}
 
 
 def layer_ranges(layer: Layer, operands: Operands) -> list[Interval]:
-    """The interval of every output; an operator without a rule may make anything."""
+    """The interval of every output; an operator without a rule may make any value."""
     kinds = [tensor.dtype for tensor in layer.get_outputs()]
     rule = _RULES.get(layer.kind)
     if rule is None:
@@ -77,7 +77,7 @@ def _greatest(*operands: Interval) -> Interval:
 
 
 def _activated(x: Interval, slope: float = 1.1) -> Interval:
-    """No further from zero than the operand, but for a slope and a summand; products inside may overflow."""
+    """Not further from zero than the operand, except for a slope and a summand; products may overflow."""
     return around(slope * x.reach + 2 * slope, x.nan) if x.reach < 1e37 else ANYTHING
 
 
@@ -118,7 +118,7 @@ def _sloped(layer: Layer, operands: Operands) -> Interval:
 
 @_ranges_of(*(kind for kind, op in OPS.items() if op.range is not None))
 def _bounded(layer: Layer, operands: Operands) -> Interval:
-    """A function that has bounds. Of an infinity, and outside its domain, it may make NaN."""
+    """A function that has bounds. For infinities, and outside its domain, it may return NaN."""
     low, high = OPS[layer.kind].range or (-INF, INF)
     is_partial = layer.kind in ("Acos", "Asin")
     return Interval(low, high, is_partial or any(i is not None and not i.is_finite for i in operands))
@@ -292,7 +292,7 @@ def _filled(layer: Layer, operands: Operands) -> Interval:
 
 
 def _reduced_count(layer: Layer) -> int:
-    """How many elements a reduction makes one of."""
+    """The number of elements that a reduction combines into one."""
     x, named = _data(layer), [*layer.get_inputs(), None][1]
     if named is None or named.constant is None or not named.constant.size:
         return 1 if named is None and layer.attribute("noop_with_empty_axes", 0) else _count(x)

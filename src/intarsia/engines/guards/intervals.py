@@ -30,7 +30,7 @@ _TINY = 1e-37
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Bounds, both included; `nan` tells whether not-a-number may be among the elements.
+    """Bounds, both included; `nan` says whether NaN may be among the elements.
 
     >>> Interval(-1, 3) * Interval(2, 5) + Interval(1, 1)
     Interval(low=-4, high=16, nan=False)
@@ -57,12 +57,12 @@ class Interval:
         return not self.nan and other.low <= self.low and self.high <= other.high
 
     def cut(self, other: Interval) -> Interval:
-        """What of this interval lies inside another, which is taken to hold."""
+        """The part of this interval that lies inside another, which is assumed to hold."""
         low, high = max(self.low, other.low), min(self.high, other.high)
         return other if low > high else Interval(low, high, self.nan and other.nan)
 
     def map(self, function: Callable[[float], float]) -> Interval:
-        """What a function that rises makes of it."""
+        """The interval after an increasing function."""
         return Interval(_end(function, self.low), _end(function, self.high), self.nan)
 
     def __neg__(self) -> Interval:
@@ -135,7 +135,7 @@ def fit(dtype: ir.DataType, interval: Interval) -> Interval:
 
 
 def torch_constant(tensor: Tensor) -> torch.Tensor | None:
-    """A constant as torch has it, halves in float32; None if it is none or has a type torch cannot order."""
+    """A constant as in torch, halves in float32; None if there is none, or torch cannot order its dtype."""
     array: Any = tensor.constant
     if array is None or tensor.dtype not in dtypes.FLOATS | dtypes.INTEGERS | {ir.DataType.BOOL}:
         return None
@@ -150,7 +150,7 @@ def torch_constant(tensor: Tensor) -> torch.Tensor | None:
 
 
 def constant_range(tensor: Tensor) -> Interval:
-    """From the least to the largest element of a constant; anything, for what is no constant."""
+    """From the least to the largest element of a constant; any value, if it is not a constant."""
     values = torch_constant(tensor)
     if values is None:
         return whole(tensor.dtype)
@@ -161,13 +161,13 @@ def constant_range(tensor: Tensor) -> Interval:
 
 
 def is_weight(layer: Layer, tensor: Tensor) -> bool:
-    """Whether the rule of a layer looks at a constant itself, so that nobody else need do so."""
+    """Whether the rule of a layer looks at a constant itself, so that no other code has to."""
     is_product = layer.kind in MULTIPLIES_WEIGHTS and tensor.dtype in dtypes.FLOATS
     return is_product and tensor.value.const_value is not None
 
 
 def range_of(tensor: Tensor, known: dict[ir.Value, Interval]) -> Interval:
-    """What is known of a tensor; a constant is looked at once."""
+    """The known interval of a tensor; a constant is read once."""
     interval = known.get(tensor.value)
     if interval is None:
         interval = known[tensor.value] = constant_range(tensor)
@@ -204,7 +204,7 @@ def divides_by_floats(layer: Layer) -> bool:
 
 
 def may_be_denormal(divisor: Tensor, interval: Interval) -> bool:
-    """Whether elements may be denormal, as far as a constant or the interval can tell."""
+    """Whether elements may be denormal, as far as a constant or the interval shows."""
     if divisor.constant is not None:
         sizes = abs(divisor.constant)
         return bool(((sizes > 0) & (sizes < _SMALLEST_NORMAL)).any())
@@ -212,13 +212,13 @@ def may_be_denormal(divisor: Tensor, interval: Interval) -> bool:
 
 
 def merged_out_of_range(layers: Iterable[Layer]) -> str | None:
-    """The first layer whose constant factor, merged with those before it, leaves float32, in words.
+    """The first layer whose constant factor, merged with the constants before it, exceeds float32, as text.
 
     Engines multiply constant factors with each other and into weights, and no option forbids that alone:
     `x * 1e20 * 1e20` is one product by infinity then, which makes NaN of 0 where PyTorch makes 0. A network
     where the merged constant would overflow or vanish is cut between the two.
     """
-    chains: dict[ir.Value, tuple[float, float]] = {}  # the weight that made a tensor, and factors behind it
+    chains: dict[ir.Value, tuple[float, float]] = {}  # the weight that made a tensor, and factors after it
     for layer in layers:
         inputs = layer.get_inputs()
         live = [tensor for tensor in inputs if tensor is not None and tensor.constant is None]
@@ -235,8 +235,8 @@ def merged_out_of_range(layers: Iterable[Layer]) -> str | None:
         is_product = layer.kind in MULTIPLIES_WEIGHTS  # weights are not multiplied with each other
         merged = after * factor * (1.0 if is_product else weight)
         if merged != factor and not _LIMITS.tiny <= merged <= _LIMITS.max:
-            reason = f"makes a factor of up to {merged:g}, which float32 does not hold"
-            return f"{layer.kind} {layer.name} by a constant, merged with those before it, {reason}"
+            reason = f"makes a factor of up to {merged:g}, which float32 cannot hold"
+            return f"{layer.kind} {layer.name} by a constant, merged with the constants before it, {reason}"
         chains[layer.get_outputs(0)[0].value] = (factor, 1.0) if is_product else (weight, after * factor)
     return None
 

@@ -151,7 +151,7 @@ class Checks:
             guards = [_from_json(item) for item in items]
             inputs[name] = [guard for guard in guards if isinstance(guard, ValueGuard)]
             if len(inputs[name]) < len(guards):
-                raise ValueError(f"{name} has a guard that is none of an input")
+                raise ValueError(f"{name} has a guard that is not on an input")
         computed = [_from_json(item) for item in values["made"]]
         limits = np.array([float(item) for item in values["most"]], dtype=np.float32)
         if len(computed) != len(limits):

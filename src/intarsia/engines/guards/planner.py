@@ -1,4 +1,4 @@
-"""What must hold while a network runs so that an engine answers as PyTorch does, and where to look.
+"""The conditions under which an engine gives PyTorch's answers, and the tensors to check.
 
 Kernels lose NaN, compute integers in float32 or cut them to 32 bits, read anything for an index out of range:
 an engine says which. Where the intervals of a network do not rule that out, a guard watches a tensor.
@@ -33,9 +33,9 @@ FINITE = Interval(-(2.0**100), 2.0**100)
 
 
 def of_rounded_product(layer: Layer, index: int) -> Interval | None:
-    """What can be rounded to integers: by `QuantizeLinear`, or by a kernel whose weight is constant.
+    """Tensors that can be rounded to integers: by `QuantizeLinear`, or by a kernel whose weight is constant.
 
-    A row is scaled by its largest magnitude: of NaN and infinities nothing sensible is left.
+    A row is scaled by its largest magnitude: NaN and infinities make the whole row meaningless.
     """
     if layer.kind == "QuantizeLinear" and index == 0:
         return FINITE  # which integer NaN becomes differs
@@ -46,22 +46,22 @@ def of_rounded_product(layer: Layer, index: int) -> Interval | None:
 
 
 class Limits(Protocol):
-    """An engine's own; what it does not speak of, it computes rightly."""
+    """The limits of an engine; it is correct for everything that they do not mention."""
 
     engine: str
     by_reciprocals: bool  # divides by multiplying, so that a denormal divisor overflows
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
-        """Which floats a layer can be given at an input; None for any."""
+        """The floats that a layer accepts at an input; None for any."""
 
     def integers(self, layer: Layer) -> Interval | None:
-        """Which integers a layer computes rightly; None for all of them."""
+        """The integers for which a layer is correct; None for all of them."""
 
     def index_axes(self, layer: Layer) -> Sequence[int] | None:
         """The axes that a layer's indices point into, where its kernel does not check them."""
 
     def others(self, layer: Layer) -> Sequence[AnyGuard]:
-        """What else must hold for a layer of floats."""
+        """Further conditions of a layer of floats."""
 
 
 # Inputs of these are looked at before the engine runs.
@@ -87,7 +87,7 @@ def plan_guards(net: Network, limits: Limits, *, floats: bool = True) -> Guards:
 
 
 class _Planner:
-    """One pass in order: what a layer cannot stand is watched for, and ruled out from there on."""
+    """One pass in order: values that a layer treats wrongly get guards, and are excluded from there on."""
 
     def __init__(self, net: Network, limits: Limits, floats: bool) -> None:
         self.net = net
@@ -150,7 +150,7 @@ class _Planner:
         return all(isinstance(size, int) or size in self.symbols for size in x.shape)
 
     def guard_floats(self, layer: Layer) -> None:
-        """See that no NaN meets a kernel that would lose it."""
+        """Ensure that no NaN reaches a kernel that would lose it."""
         if not self.floats:
             return
         self.guards.others += self.limits.others(layer)
@@ -174,7 +174,7 @@ class _Planner:
         self.guards.divided.append(layer.get_outputs(0)[0].name)
 
     def bound(self, layer: Layer, ranges: list[Interval]) -> list[Interval]:
-        """Watch a layer's operands if it would make NaN of them, or overflow, before a kernel that minds."""
+        """Guard a layer's operands if it could make NaN or overflow before a kernel that loses NaN."""
         outputs = layer.get_outputs()
         if layer.kind in _HANDED_ON or not self.exceeds(outputs, ranges, self.is_high(layer)):
             return ranges
@@ -196,17 +196,17 @@ class _Planner:
         return bounded
 
     def read_later(self, layer: Layer) -> list[ir.Value]:
-        """What is known already and some layer behind this one reads."""
+        """The known values that a later layer reads."""
         now = self.places[layer]
         return [value for value in self.known if value in self.wanted and self.last_read.get(value, -1) > now]
 
     def is_high(self, layer: Layer) -> bool:
-        """Whether an operand is so high already that nothing is gained by watching this layer."""
+        """Whether an operand is already so large that a guard of this layer gains nothing."""
         floats = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
         return any(t.constant is None and self.range(t).reach > HIGH for t in floats)
 
     def exceeds(self, outputs: Sequence[Tensor], ranges: Sequence[Interval], may_be_high: bool) -> bool:
-        """Whether results may be NaN, or so high that they soon may."""
+        """Whether results may be NaN, or so large that later results may be."""
         for tensor, interval in zip(outputs, ranges, strict=True):
             if tensor.value not in self.wanted:
                 continue
@@ -257,7 +257,7 @@ class _Planner:
             self.known[indices.value] = self.range(indices).cut(_indices(max(known)))
 
     def guard_integers(self, layer: Layer) -> None:
-        """See that integers are as small as the layer's kernel computes them rightly."""
+        """Ensure that integers are small enough for the layer's kernel to be correct."""
         limit = self.limits.integers(layer)
         if limit is None:
             return
@@ -271,7 +271,7 @@ class _Planner:
                 self.guards.others.append(NonZero(divisor.name))
 
     def guard_results(self, layer: Layer, ranges: list[Interval]) -> list[Interval]:
-        """See that the layer's integer results stay as small as it computes them rightly."""
+        """Ensure that the layer's integer results stay in the range in which it is correct."""
         limit = self.limits.integers(layer)
         outputs = layer.get_outputs()
         if limit is None or layer.kind in ("ArgMax", "ArgMin") or (layer.kind == "Cast" and not self.floats):
@@ -294,11 +294,11 @@ class _Planner:
                 return less
         raise EngineError(
             f"{layer.kind} may make integers from {ranges[0].low} to {ranges[0].high};"
-            f" {self.limits.engine} computes it rightly up to {limit.high}"
+            f" {self.limits.engine} is correct up to {limit.high}"
         )
 
     def require(self, layer: Layer, tensor: Tensor, allowed: Interval) -> None:
-        """Let a tensor lie inside an interval from here on, by a guard if it is not known to."""
+        """Keep a tensor inside an interval from here on, by a guard if that is not known."""
         interval = self.range(tensor)
         if interval.within(allowed) or 0 in tensor.shape:
             return
@@ -307,7 +307,7 @@ class _Planner:
                 return  # a position that means "to the end"
             raise EngineError(
                 f"a constant of {layer.kind} holds {_values(interval)};"
-                f" {self.limits.engine} computes it rightly from {allowed.low} to {allowed.high}"
+                f" {self.limits.engine} is correct from {allowed.low} to {allowed.high}"
             )
         room = _roomy(allowed) if tensor.dtype in LONG else allowed
         chain = _chain(tensor) if tensor.dtype in LONG else [tensor]
@@ -324,14 +324,14 @@ def _has_long(layer: Layer) -> bool:
 
 
 def _roomy(allowed: Interval) -> Interval:
-    """What to allow where a limit is that of a kernel: less, so that sums stay below it as well."""
+    """The allowed limit for a kernel: less than its own, so that sums stay below it as well."""
     if allowed.high == 2**31 - 1:
         return Interval(-(2**30), 2**30)
     return Interval(-(2**22), 2**22) if allowed.high == 2**24 else allowed
 
 
 def _never_negative(indices: Tensor) -> Tensor | None:
-    """The indices of which negative ones are put out of range, where these are such."""
+    """The indices whose negative values are moved out of range, if these are such indices."""
     choice = indices.get_parent()
     if choice is None or choice.kind != "Where":
         return None
@@ -362,7 +362,7 @@ def _values(interval: Interval) -> str:
 
 
 def _chain(tensor: Tensor) -> list[Tensor]:
-    """A tensor, and those before it that hold the same elements, up to where they come from."""
+    """A tensor, and the tensors before it that hold the same elements, back to their origin."""
     chain = [tensor]
     while True:
         parent = chain[-1].get_parent()
@@ -386,7 +386,7 @@ def _read_layers(net: Network) -> list[Layer]:
 
 
 def _wanted(layers: Sequence[Layer], limits: Limits) -> set[ir.Value]:
-    """The floats that a kernel which loses NaN may come to see."""
+    """The floats that may reach a kernel that loses NaN."""
     wanted: set[ir.Value] = set()
     for layer in reversed(layers):
         inputs = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]

@@ -1,4 +1,4 @@
-"""What TorchInductor makes of a graph; its own module is imported when a piece is built, not before."""
+"""Compiling a graph with TorchInductor; its module is imported when a piece is built, not before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Compiled = Callable[..., Sequence[Any]]
 def compile_graph(
     module: fx.GraphModule, described: Sequence[torch.Tensor], options: Mapping[str, Any]
 ) -> Compiled:
-    """What Inductor makes of a graph that it may change, for tensors as described."""
+    """Inductor's program for a graph that it may change, for tensors as described."""
     import torch._inductor
 
     result: Compiled
@@ -65,7 +65,7 @@ def unknown_option(options: Mapping[str, Any]) -> str | None:
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
-            hint = f"; near are {', '.join(near)}" if near else ""
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
             return f"Inductor of torch {torch.__version__} has no option {name!r}{hint}"
     return None
 
@@ -76,7 +76,7 @@ def unknown_option(options: Mapping[str, Any]) -> str | None:
 class InductorProgram:
     """A compiled graph; an input laid out otherwise is copied into the layout that it was compiled for.
 
-    That is contiguous where sizes vary. Of sizes below 2 its code knows nothing: calls of them run the graph
+    That is contiguous where sizes vary. Its code does not cover sizes below 2: calls with them run the graph
     itself, operator by operator.
     """
 

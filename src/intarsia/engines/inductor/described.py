@@ -41,7 +41,7 @@ def too_small(size: torch.SymInt) -> str | None:
     least, _ = bounds(size)
     if least >= LEAST:
         return None
-    return f"size {size} may be {least}, and sizes below {LEAST} ask for code of their own"
+    return f"size {size} may be {least}, and sizes below {LEAST} need separate code"
 
 
 def bounds(size: torch.SymInt) -> tuple[Any, Any]:

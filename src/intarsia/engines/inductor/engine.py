@@ -122,7 +122,7 @@ class Inductor(GraphEngine):
 
     def refusal(self, node: fx.Node) -> str | None:
         if is_control_flow(node):
-            return "control flow runs in PyTorch, its bodies on engines"
+            return "control flow runs in PyTorch; its bodies run on engines"
         if is_ordered(node):
             return "it draws random numbers or has effects, which are left to PyTorch"
         for read in (*node.all_input_nodes, node):
@@ -135,7 +135,7 @@ class Inductor(GraphEngine):
             if not isinstance(value, torch.Tensor):
                 return f"it makes a {type(value).__name__}, not a tensor"
             if value.is_quantized or value.layout is not torch.strided:
-                return f"it makes a tensor of layout {value.layout}"
+                return f"it returns a tensor of layout {value.layout}"
         return None
 
     def build(self, module: fx.GraphModule) -> Program:
@@ -167,7 +167,7 @@ class Inductor(GraphEngine):
         except Exception as error:
             raise EngineError(f"AOTInductor failed: {type(error).__name__}: {_first_line(error)}") from error
         if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs):
-            raise EngineError("what AOTInductor made answers unlike the segment")
+            raise EngineError("AOTInductor's package gives other answers than the segment")
         return data
 
     def load_package(self, data: bytes, module: fx.GraphModule) -> Program:
@@ -197,10 +197,10 @@ class Inductor(GraphEngine):
 
 
 def _described(node: fx.Node) -> torch.Tensor:
-    """What a placeholder stands for: sizes and layout, which is all that Inductor looks at."""
+    """The tensor of a placeholder: sizes and layout, which is all that Inductor reads."""
     value = node.meta.get("val")
     if value is None:
-        raise EngineError(f"the sizes of input {node.name} vary, and how was not kept with the graph")
+        raise EngineError(f"the sizes of input {node.name} vary, and the graph does not say how")
     if not isinstance(value, torch.Tensor):
         raise EngineError(f"input {node.name} is a {type(value).__name__}, not a tensor")
     return value
@@ -215,7 +215,7 @@ def _example(node: fx.Node) -> torch.Tensor:
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
-    """Values to compare by: in steps from -1 to 1, and zeros of what may be an index."""
+    """Values to compare by: in steps from -1 to 1, and zeros for possible indices."""
     tensor.zero_()
     if tensor.is_floating_point():
         tensor.copy_(torch.linspace(-1, 1, tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape))

@@ -42,11 +42,11 @@ class VaryingInputs:
         self._told = len(self._env.guards)
 
     def tracing(self) -> AbstractContextManager[object]:
-        """Inside, Inductor takes the tensors for what they are."""
+        """A context in which Inductor accepts these tensors."""
         return tracing(TracingContext(self._mode))
 
     def check(self) -> None:
-        """EngineError where what was compiled would be right for some of the sizes only."""
+        """Raises EngineError if the compiled code is correct for some of the sizes only."""
         results = [str(guard.expr) for guard in self._env.guards[self._told :]]
         if results:
             raise EngineError(f"its code would hold only where {' and '.join(results)}")

@@ -1,1 +1,1 @@
-"""Kernels of our own for GPUs, in Triton, as operators that no compiler takes apart."""
+"""Kernels of our own for GPUs, in Triton, as operators that compilers do not decompose."""

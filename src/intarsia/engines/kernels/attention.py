@@ -15,7 +15,7 @@ import triton.language as tl
 _LOWEST = tl.constexpr(-1e30)  # below all scores; a row that sees nothing sums up to zero
 
 
-# Lengths and the mask's strides vary from call to call: a kernel must not be compiled anew for some of them.
+# Lengths and the mask's strides vary from call to call: a kernel must not be compiled again for some of them.
 # The mask's last stride must be 1: bytes at a stride took 4 times as long (GPT-2, batch 32, H200).
 @triton.jit(do_not_specialize=["queries", "keys", "mask_row", "mask_head", "mask_query"])  # type: ignore[untyped-decorator]
 def _masked(  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""A Triton kernel of products of one row, with the norm before and the gate or sum behind.
+"""A Triton kernel of products of one row, with the norm before and the gate or sum after it.
 
 Imported on a GPU only.
 """

@@ -110,7 +110,7 @@ def _truth(writer: _Writer, layer: Layer) -> None:
 
 
 def _compare(writer: _Writer, node: Any, layer: Layer) -> None:
-    """MNN's Less and Equal compare the bits of floats: of two negative ones, and of both zeros, wrongly."""
+    """MNN's Less and Equal compare the bits of floats: wrong for two negative ones, and for both zeros."""
     one, other = node.input
     if spreads_both(layer):
         one = writer.add("Expand", one, _sizes(layer))
@@ -137,7 +137,7 @@ def _sizes(layer: Layer) -> np.ndarray[Any, Any]:
 
 
 def _gather(writer: _Writer, node: Any, layer: Layer) -> None:
-    """MNN reads memory wherever an index points, and a guard of a computed one is looked at afterwards."""
+    """MNN reads memory at any index, and a guard of a computed index is checked only afterwards."""
     data, indices = layer.get_inputs(0, 1)
     assert data is not None and indices is not None
     axis = layer.attribute("axis", 0)
@@ -175,7 +175,7 @@ _MOST_BYTES = 2**31 - 1  # of a protobuf
 def converted(net: Network, timeout_s: float = 600.0) -> tuple[bytes, Checks]:
     """The network as MNN's file holds it, and what must be checked at a call.
 
-    EngineError with what the converter printed where it fails.
+    EngineError with the converter's output if it fails.
     """
     proto, _weights = to_proto(net, weights_outside=False)
     written_out(net, proto)
@@ -193,7 +193,7 @@ def converted(net: Network, timeout_s: float = 600.0) -> tuple[bytes, Checks]:
 
 
 def _run(arguments: Sequence[str], timeout_s: float) -> str:
-    """What the converter prints."""
+    """The output of the converter."""
     command = [sys.executable, "-P", "-c", _CODE, *arguments[1:]]
     try:
         run = subprocess.run(

@@ -62,7 +62,7 @@ class MNN(NetworkEngine):
         return None
 
     def may_pay(self, model: object) -> bool:
-        """Where convolutions are many; elsewhere its kernels tie with those of other engines, or lose.
+        """For models with many convolutions; for others, its kernels are not faster than other engines'.
 
         On a Neoverse N1, as fast as the best other engine: MobileNetV2 1.24 times, BERT and ViT 1.0 or less.
         """
@@ -85,7 +85,7 @@ class MNN(NetworkEngine):
         return self._program(model, Ports.of(net), checks)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
-        """MNN's own file, weights and all: it lays them out anew, so they cannot stay where they are."""
+        """MNN's own file, weights and all: in a layout of its own, so they cannot be shared."""
         from intarsia.engines.mnn.converter import converted
 
         model, checks = converted(net)

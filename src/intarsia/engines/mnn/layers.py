@@ -1,4 +1,4 @@
-"""Which layers MNN takes."""
+"""The layers that MNN supports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Condition = Callable[[Layer], str | None]
 
 
 def refusal(net: Network) -> str | None:
-    """Why MNN does not run a network as PyTorch does, in a sentence; None if it does."""
+    """The reason why MNN would run a network differently from PyTorch; None if it would not."""
     for tensor in (*net.get_inputs(), *net.get_outputs()):
         if tensor.dtype not in _TYPES:
             return f"{tensor.name} is of {tensor.dtype.name}, which MNN does not compute with"
@@ -44,7 +44,7 @@ def refusal(net: Network) -> str | None:
 
 def _layer_refusal(layer: Layer) -> str | None:
     if layer.kind not in CONDITIONS:
-        return "not among the layers that were compared with PyTorch"
+        return "it is not among the layers that were compared with PyTorch"
     for tensor in (*layer.get_inputs(), *layer.get_outputs()):
         if tensor is None:
             continue
@@ -108,7 +108,7 @@ def _pool(layer: Layer) -> str | None:
     if any(step != 1 for step in layer.attribute("dilations", None) or ()):
         return f"dilations={layer.attribute('dilations')} are ignored"
     if len(layer.get_outputs()) > 1:
-        return "places of the largest elements are not handled"
+        return "the second output, the indices, is not handled"
     return _window(layer)
 
 
@@ -132,7 +132,7 @@ def _divided(layer: Layer) -> str | None:
     x, divisor = layer.get_inputs(0, 1)
     assert x is not None and divisor is not None
     if x.dtype == ir.DataType.FLOAT:
-        return None if layer.kind == "Div" else "of floats it is not handled"
+        return None if layer.kind == "Div" else "floats are not handled"
     if divisor.constant is None or not divisor.constant.all():
         return f"{divisor.name} may be 0"
     return None
@@ -146,12 +146,12 @@ def _cast(layer: Layer) -> str | None:
 def _compared(layer: Layer) -> str | None:
     result = layer.get_outputs(0)[0]
     if spreads_both(layer) and not all(isinstance(size, int) for size in result.shape):
-        return "two operands that are spread over varying sizes are not handled"
+        return "two operands that are broadcast over varying sizes are not handled"
     return None
 
 
 def spreads_both(layer: Layer) -> bool:
-    """Whether floats of both operands are compared with several of the other: MNN then mixes them up."""
+    """Whether both operands are broadcast against each other: MNN then mixes elements up."""
     result = layer.get_outputs(0)[0]
     operands = [tensor for tensor in layer.get_inputs() if tensor is not None]
     floats = all(tensor.dtype == ir.DataType.FLOAT for tensor in operands)
@@ -161,11 +161,11 @@ def spreads_both(layer: Layer) -> bool:
 def _where(layer: Layer) -> str | None:
     if not spread_choices(layer) or all(isinstance(n, int) for n in layer.get_outputs(0)[0].shape):
         return None
-    return "operands that are spread over varying sizes are not handled"
+    return "operands that are broadcast over varying sizes are not handled"
 
 
 def spread_choices(layer: Layer) -> list[int]:
-    """The places of what Where chooses from and must be spread over its result: MNN reads it wrongly."""
+    """The inputs that Where broadcasts over its result: MNN reads them wrongly."""
     result, choices = layer.get_outputs(0)[0], layer.get_inputs()
     return [
         place
@@ -217,16 +217,16 @@ def _resize(layer: Layer) -> str | None:
 def _matmul(layer: Layer) -> str | None:
     # A vector ends the process: "double free or corruption".
     ranks = [tensor.ndim for tensor in layer.get_inputs() if tensor is not None]
-    return "a vector is not handled" if min(ranks) < 2 else None
+    return "an operand with one dimension is not handled" if min(ranks) < 2 else None
 
 
 def _attention(layer: Layer) -> str | None:
-    """What `expanded` writes out: heads apart, no past, as many heads of keys as of queries."""
+    """The attention that `expanded` can write: separate heads, no past, equal numbers of heads."""
     inputs = layer.get_inputs()
     q, k = inputs[0], inputs[1]
     assert q is not None and k is not None
     if q.ndim != 4 or q.shape[1] != k.shape[1] or len(layer.get_outputs()) > 1 or len(inputs) > 4:
-        return "only plain attention over heads of one number is handled"
+        return "only plain attention with as many heads of keys as of queries is handled"
     if layer.attribute("softcap", 0.0):
         return f"softcap={layer.attribute('softcap')} is not handled"
     if layer.attribute("is_causal", 0) and not all(isinstance(x.shape[2], int) for x in (q, k)):

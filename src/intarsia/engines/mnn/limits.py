@@ -1,4 +1,4 @@
-"""What MNN's kernels answer unlike PyTorch, and the layers that watch for it while a network runs."""
+"""Where MNN's kernels differ from PyTorch, and the layers that detect it while a network runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _HANDS_NAN_ON = (MOVES_DATA - {"Pad", "Trilu"}) | frozenset(
 
 
 class MnnLimits:
-    """What MNN's kernels treat as PyTorch does."""
+    """The values that MNN's kernels treat as PyTorch does."""
 
     engine = "MNN"
     by_reciprocals = False
@@ -81,11 +81,11 @@ class MnnLimits:
 
 
 def planned(net: Network) -> Guards:
-    """The guards of a network; EngineError where MNN cannot look at what would have to be watched."""
+    """The guards of a network; EngineError if MNN cannot check one of them."""
     guards = plan_guards(net, MnnLimits())
     for guard in guards.all():
         if not isinstance(guard, ValueGuard | Product):
-            raise EngineError(f"{guard}, and MNN has no layers that watch for it")
+            raise EngineError(f"{guard}, and MNN has no layers to check it")
     return guards
 
 

@@ -26,7 +26,7 @@ class MnnProgram(GuardedProgram):
     """Inputs are copied in and results out: MNN lays memory out by itself.
 
     A module serves one call at a time; every thread runs a clone, which shares the weights. A process that
-    was forked has none of MNN's threads and would wait for them without end: there PyTorch answers.
+    was forked has no threads of MNN and would wait for them forever: PyTorch runs there.
     """
 
     def __init__(self, ports: Ports, module: Any, runtime: object, checks: Checks) -> None:
@@ -45,7 +45,7 @@ class MnnProgram(GuardedProgram):
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if os.getpid() != self._process:
-            return self._left(tensors, "MNN's threads are not in a forked process")
+            return self._left(tensors, "MNN's threads do not exist in a forked process")
         values = []
         for port, tensor in zip(self._ports.inputs, tensors, strict=True):
             tensor = (
@@ -73,7 +73,7 @@ class MnnProgram(GuardedProgram):
 
     @property
     def guards(self) -> list[str]:
-        """What must hold for the engine to answer, in words."""
+        """The conditions under which the engine answers, as text."""
         return [str(g) for checks in self._given.values() for g, _ in checks] + [
             str(g) for g in self._computed
         ]

@@ -1,4 +1,4 @@
-"""Layers in the place of those that ONNX Runtime gets wrong: casts, signed zeros, reciprocals, float16."""
+"""Replacements of layers that ONNX Runtime computes wrongly: casts, signed zeros, reciprocals, float16."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def cast_through_int64(net: Network, model: Any) -> None:
 
 
 def keep_casts_apart(graph: Any) -> None:
-    """Put a layer that changes nothing between a cast and another of what it made."""
+    """Put a layer without effect between two casts in a row."""
     producers = {node.output[0]: node for node in graph.node}
     nodes: list[NodeProto] = []
     for node in graph.node:
@@ -102,7 +102,7 @@ def _target(node: NodeProto) -> int:
 
 
 def _copied(node: NodeProto, dtype: int, graph: Any) -> list[NodeProto]:
-    """Layers that give what a cast is given, and that no optimiser knows to do so; the cast reads them."""
+    """Layers that return their input, which no optimizer recognizes; the cast reads them."""
     if dtype in (0, TensorProto.BOOL):
         return []
     source, name = node.input[0], f"{_CAST}_{node.output[0]}"
@@ -131,7 +131,7 @@ _ONE = "intarsia_one"
 
 
 def divide_for_reciprocals(net: Network, model: Any) -> None:
-    """Let the model divide 1 by what it would take the reciprocal of."""
+    """Replace reciprocals by divisions of 1."""
     dtypes = {tensor.name: tensor.dtype for layer in net.get_layers() for tensor in layer.get_outputs()}
     ones: set[str] = set()
     for node in model.graph.node:
@@ -197,7 +197,7 @@ def _holds_none(constant: np.ndarray[Any, Any] | None) -> bool:
 def _exchanged(
     name: str, source: str, chosen: list[str], node: NodeProto, dtype: ir.DataType, graph: Any
 ) -> list[NodeProto]:
-    """The choices the other way round: what may be -0.0 comes third."""
+    """The choices exchanged: the one that may be -0.0 comes third."""
     return [
         _opposite(name, source, graph),
         helper.make_node("Where", [f"{name}_not", chosen[1], chosen[0]], list(node.output), name=node.name),
@@ -219,7 +219,7 @@ def _by_product(
 
 
 def _opposite(name: str, source: str, graph: Any) -> NodeProto:
-    """The condition turned round; not by `Not`, which ONNX Runtime would take out and exchange back."""
+    """The negated condition; not by `Not`, which ONNX Runtime would remove and undo."""
     graph.initializer.append(numpy_helper.from_array(np.array(True), f"{name}_true"))
     return helper.make_node("Xor", [source, f"{name}_true"], [f"{name}_not"])
 
@@ -233,7 +233,7 @@ def _opposite(name: str, source: str, graph: Any) -> NodeProto:
 
 _PREFIX = "intarsia_float"
 # fmt: off
-# Layers that make what they are told to, whatever they read; those of 8 bits have one kernel everywhere.
+# Layers whose result dtype is set by an attribute; those of 8 bits have one kernel everywhere.
 _TOLD = frozenset({
     "Bernoulli", "BitCast", "Cast", "CastLike", "Constant", "ConstantOfShape", "DequantizeLinear", "EyeLike",
     "OneHot", "QuantizeLinear", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
@@ -273,7 +273,7 @@ class _Floats:
             for body in bodies_in(node):
                 self._rewrite_body(body)
             if node.op_type in MOVES_DATA and not self._halves.isdisjoint(node.input):
-                self._halves.update(node.output)  # which nobody may have told the type of
+                self._halves.update(node.output)  # whose type may be unknown
             self._give(node) if self._is_computed(node) else self._nodes.append(node)
         self._keep(self._nodes)
         read = names_read(self._graph)
@@ -324,7 +324,7 @@ def _is_own(node: NodeProto) -> bool:
 
 
 def _names(graph: Any, dtype: int | None = None) -> set[str]:
-    """The values that a graph says the type of, of one dtype or all."""
+    """The values whose type a graph declares, of one dtype or all."""
     described = [*graph.input, *graph.value_info, *graph.output]
     types = [(one.name, one.type.tensor_type.elem_type) for one in described]
     types += [(tensor.name, tensor.data_type) for tensor in graph.initializer]

@@ -53,7 +53,7 @@ class CudaSession(BoundSession):
 
     @property
     def waits_for(self) -> list[str]:
-        """What it reads back from the GPU at every call, in words."""
+        """The guards that it reads back from the GPU at every call, as text."""
         return self.guards
 
     def _as_torch(self, value: Any) -> torch.Tensor:
@@ -91,15 +91,15 @@ def missing_provider(device: str, tensorrt: bool, available: Sequence[str]) -> s
 
 
 def providers(device: str, tensorrt: bool) -> list[tuple[str, dict[str, Any]]]:
-    """The providers to ask, in order, with their options.
+    """The providers to use, in order, with their options.
 
-    On a GPU they share a stream that we know, and shorten float32 (TF32) only where torch's products do.
+    On a GPU they share one stream of ours, and shorten float32 (TF32) only where torch's products do.
     """
     if device == "cpu":
         return [(_CPU, {})]
     stream = side_stream()
     options = {"user_compute_stream": str(stream.cuda_stream)}
-    if stream.device_index:  # told of device 0 too, ONNX Runtime warns of a plugin that nobody asked for
+    if stream.device_index:  # with device 0 too, ONNX Runtime warns about a plugin that was not requested
         options["device_id"] = str(stream.device_index)
     exact = {"use_tf32": "1" if torch.backends.cuda.matmul.allow_tf32 else "0"}
     own = [(_TENSORRT, dict(options))] if tensorrt else []

@@ -161,7 +161,7 @@ class OnnxRuntime(NetworkEngine):
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The model that a session is made of, guards and all, less its weights.
 
-        What ONNX Runtime writes itself, optimised, is no sooner loaded (see `docs/measurements.md`).
+        An optimized model that ONNX Runtime writes itself does not load faster (see `docs/measurements.md`).
         """
         from intarsia.engines.onnxruntime.model import has_float64
         from intarsia.engines.onnxruntime.nbits import has_products_of_bytes
@@ -186,11 +186,11 @@ class OnnxRuntime(NetworkEngine):
         weights: Mapping[str, torch.Tensor],
     ) -> Program:
         """A session that reads its weights from the file, piece by piece: a kernel that packs one into a
-        layout of its own lets go of the plain one."""
+        layout of its own releases the plain one."""
         ports, checks = Ports.from_json(about["ports"]), Checks.from_json(about["checks"])
         folder, name = os.path.split(os.path.realpath(file.path))
         if names_files(blob):
-            raise EngineError("the packed model names files of its own")
+            raise EngineError("the packed model refers to other files")
         values = {key: weight_value(weights[key]) for key in weights if key not in file.places}
         shared = {key: values[key][0] for key in about["shared"] if key in values}
         try:
@@ -216,8 +216,8 @@ class OnnxRuntime(NetworkEngine):
     def _shared(self, net: Network, weights: Collection[str]) -> set[str]:
         """The weights that stay where torch has them.
 
-        Kernels that pack their weights into a faster layout do not pack such ones; those are given once and
-        cost a packed copy.
+        Kernels that pack weights into a faster layout do not pack shared ones; those weights are passed once
+        and cost a packed copy.
         """
         from intarsia.engines.onnxruntime.model import is_packed
 
@@ -263,7 +263,7 @@ class OnnxRuntime(NetworkEngine):
         )
 
     def _entries(self, static: bool) -> dict[str, str]:
-        """What a session is configured with; the user's own options have the last word."""
+        """The configuration of a session; the user's options take precedence."""
         entries = {
             "session.intra_op.allow_spinning": "0" if self.spinning is False else "1",
             "session.force_spinning_stop": "1",  # at the end of a run

@@ -36,7 +36,7 @@ Values = dict[str, tuple[Any, object]]  # weights for a session, each with what 
 
 @dataclass(frozen=True)
 class Model:
-    """What a session is made of."""
+    """The parts that a session is created from."""
 
     proto: Any
     weights: Values
@@ -50,7 +50,7 @@ class Model:
 
 
 def plain(net: Network) -> Model:
-    """The model as it is, for a session that is not run."""
+    """The unchanged model, for a session that is not run."""
     proto, weights = to_proto(net)
     return Model(proto, _values(weights), _weights_on_gpu(weights), Checks())
 
@@ -64,7 +64,7 @@ def guarded(
 ) -> Model:
     """The model to run, its weights, and what must be checked at a call.
 
-    `quantize` makes a model whose products round activations, and tells the weights that it does not hold.
+    `quantize` makes a model whose products round activations, and lists the weights that it does not hold.
     """
     proto, weights = (quantize or to_proto)(net)
     limits = OnnxRuntimeLimits() if quantize is None else RoundedProductLimits()
@@ -93,7 +93,7 @@ def check_bodies(net: Network, guards: bool, device: str) -> None:
                 raise EngineError("its body needs guards on values")
             as_written = plain(body).data
             if guarded(body, False, device).data != as_written:
-                raise EngineError("its body needs other layers in the place of some")
+                raise EngineError("some layers of its body would have to be replaced")
 
 
 _MOST_INSIDE = 2**31 - 2**26  # protobuf's limit for one message, less what the graph may take
@@ -121,7 +121,7 @@ _PACKING = MULTIPLIES_WEIGHTS | RECURRENT | {"Attention"}
 
 
 def is_packed(weight: ir.Value) -> bool:
-    """Whether a kernel packs this weight, be it behind a transpose that is folded away."""
+    """Whether a kernel packs this weight, also after a transpose that is folded."""
     for use in weight.uses():
         if use.node.op_type in _PACKING or use.node.domain:
             return True
@@ -209,7 +209,7 @@ class OnnxRuntimeLimits:
     def floats(self, layer: Layer, index: int) -> Interval | None:
         kind = layer.kind
         if kind == "MaxPool" and len(layer.get_outputs()) > 1:
-            return FINITE  # of a window of minus infinity no place is told
+            return FINITE  # a window of minus infinity gives no place
         if kind == "MaxPool":
             return _ABOVE  # of a window of minus infinity it gives the least finite number
         if kind == "com.microsoft::MatMulNBits":  # of weights in 8 bits two halves are added: inf - inf
@@ -247,7 +247,7 @@ class RoundedProductLimits(OnnxRuntimeLimits):
 
 
 def add_checks(net: Network, model: Any, guards: Guards, *, look_at_inputs: bool) -> Checks:
-    """Let the model compute what is not looked at before it runs."""
+    """Let the model compute the guards that are not checked before it runs."""
     inputs = {t.name for t in net.get_inputs() if look_at_inputs and t.dtype in LOOKED_AT}
     types = {value.name: value.dtype for value in _all_values(net)}
     on_inputs: dict[str, list[ValueGuard]] = {}

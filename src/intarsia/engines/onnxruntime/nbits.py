@@ -18,12 +18,12 @@ from intarsia.network import Layer, Network, Tensor, net_guard
 from intarsia.network import functional as F
 from intarsia.network.serialize import Weights, to_proto
 
-# ONNX Runtime's quantization tools without what they tell and change of logging.
+# ONNX Runtime's quantization tools, without their log messages and changes to logging.
 
 
 @contextmanager
 def silent_tool() -> Iterator[None]:
-    """Within it tools log errors alone; the root logger is then as it was, whatever an import did to it."""
+    """A context in which tools log only errors; afterwards the root logger is as before."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     root.setLevel(logging.ERROR)
@@ -53,7 +53,7 @@ _PREFIX = "intarsia_short"
 def with_short_weights(net: Network, *, bits: int, block: int) -> tuple[Any, Weights]:
     """The model, and the weights that it names but does not hold: those that no product reads.
 
-    Each product goes through the tool by itself, so that no more than one weight is there twice.
+    Each product goes through the tool by itself, so that at most one weight is in memory twice.
     """
     proto, weights = to_proto(net)
     ranks = {t.name: len(t.shape) for layer in net.get_layers() for t in layer.get_inputs() if t is not None}
@@ -69,7 +69,7 @@ def with_short_weights(net: Network, *, bits: int, block: int) -> tuple[Any, Wei
         proto.graph.initializer.extend(held)
         size += sum(tensor.ByteSize() for tensor in held)
         if size > _LARGEST:
-            raise EngineError(f"weights of {bits} bits take more than {_LARGEST} bytes, which no model holds")
+            raise EngineError(f"weights of {bits} bits take more than {_LARGEST} bytes, the limit of a model")
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
     if all(known.domain != _DOMAIN for known in proto.opset_import):
@@ -78,7 +78,7 @@ def with_short_weights(net: Network, *, bits: int, block: int) -> tuple[Any, Wei
 
 
 def _matrix(node: NodeProto, weights: Weights) -> np.ndarray[Any, Any] | None:
-    """The float32 weight of a product as rows by columns; None where it is none, or one of another form."""
+    """The float32 weight of a product as rows by columns; None if it is not a weight of this form."""
     if node.domain or node.op_type not in ("MatMul", "Gemm") or node.input[1] not in weights:
         return None
     weight = weights[node.input[1]]

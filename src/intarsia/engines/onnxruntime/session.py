@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime as programs, and over files whoever wrote them."""
+"""Sessions of ONNX Runtime as programs, and over files of any origin."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def session_program(ports: Ports, session: Any, weights: object, checks: Checks)
 
 
 class Session(GuardedProgram):
-    """What every session keeps: its weights, the names of its inputs, and what must hold of values."""
+    """The state of every session: its weights, the names of its inputs, and what must hold of values."""
 
     def __init__(self, ports: Ports, session: Any, weights: object, checks: Checks) -> None:
         self._session = session
@@ -58,7 +58,7 @@ class Session(GuardedProgram):
 
     @property
     def guards(self) -> list[str]:
-        """What must hold for the engine to answer, in words."""
+        """The conditions under which the engine answers, as text."""
         return [str(g) for _, checks in self._given for g, _ in checks] + [str(g) for g in self._computed]
 
     def _broken_input(self, array_at: Callable[[int], Any], tensors: Sequence[Any]) -> str | None:
@@ -162,7 +162,7 @@ def _array(value: Any, dtype: torch.dtype) -> Any:
 class BoundSession(Session):
     """Inputs and outputs bound by address: for dtypes numpy lacks, and where a device holds them.
 
-    Each thread has a binding of its own, bound anew at every call.
+    Each thread has a binding of its own, bound again at every call.
     """
 
     device = "cpu"
@@ -233,7 +233,7 @@ class BoundSession(Session):
 
 
 def _names_a_value(error: Exception) -> bool:
-    """Whether a layer refused what it was given; a bound run has no type of error for it."""
+    """Whether a layer refused its inputs; a bound run has no separate type of error for that."""
     text = str(error)
     return (
         isinstance(error, RuntimeError)

@@ -1,6 +1,6 @@
-"""Weights that a model names but does not hold, told in a few bytes behind it.
+"""Weights that a model names but does not hold, listed in a few bytes after it.
 
-Messages of protobuf that are written one behind the other are read as one: a model without weights, and a
+Messages of protobuf that are written one after the other are read as one: a model without weights, and a
 list of what they are and where they lie, written where the model is loaded. So neither the `onnx` package is
 imported, nor does a model that came from elsewhere choose which files are read.
 """
@@ -47,7 +47,7 @@ _LOCATION = re.compile(rb"[\x00\x08]location")
 def names_files(model: Any) -> bool:
     """Whether a model may name files itself, or places in memory, which ONNX Runtime would read.
 
-    It is told from the bytes: a tensor elsewhere has an entry `location`. (Something else of just that name
+    The bytes show it: an external tensor has an entry `location`. (Something else of just that name
     is taken for one too.)
     """
     return _LOCATION.search(model) is not None
@@ -64,7 +64,7 @@ def without_weights(proto: Any, weights: Collection[str]) -> bytes:
 
 
 def named_weights(weights: Mapping[str, torch.Tensor], places: Mapping[str, int], file: str) -> bytes:
-    """What to write behind a model so that it has these weights: in the file, or given to its session."""
+    """The bytes to write after a model so that it has these weights: in the file, or given to its session."""
     return b"".join(
         _field(_MODEL_GRAPH, _field(_GRAPH_INITIALIZER, _tensor(name, tensor, places.get(name), file)))
         for name, tensor in weights.items()

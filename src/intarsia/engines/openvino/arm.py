@@ -1,4 +1,4 @@
-"""What OpenVINO's kernels for ARM get wrong, or add up in float16: layers that put it right."""
+"""Replacements of layers that OpenVINO's kernels for ARM compute wrongly, or add up in float16."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ _OF_TWO = frozenset(
 
 
 def mend(model: Any) -> None:
-    """Put exact layers in the place of those that are not, on ARM."""
+    """Replace inexact layers with exact ones, on ARM."""
     from openvino import opset13 as ov
 
     for operation in model.get_ordered_ops():
@@ -157,7 +157,7 @@ def mend(model: Any) -> None:
 
 
 def _exact(ov: Any, operation: Any) -> Any:
-    """What to compute instead of an operation; None if it is exact."""
+    """The replacement of an operation; None if the operation is exact."""
     kind = operation.get_type_name()
     if kind == "Log":
         return _log(ov, operation.input_value(0))
@@ -178,7 +178,7 @@ def _exact(ov: Any, operation: Any) -> Any:
 
 
 def _log(ov: Any, x: Any) -> Any:
-    """The logarithm; OpenVINO's own is off by 5e-6, and has a number for everything."""
+    """The logarithm; OpenVINO's own is off by 5e-6, and returns a number even for negative inputs."""
     number = functools.partial(scalar, ov, x)
     small = ov.less(x, number(_TINY))
     scaled = ov.select(small, ov.multiply(x, number(2.0**24)), x)
@@ -202,7 +202,7 @@ def _softplus(ov: Any, x: Any) -> Any:
 
 
 def _softmax(ov: Any, softmax: Any) -> Any:
-    """NaN in rows of minus infinity, where OpenVINO puts numbers; None behind a product, of no masks."""
+    """NaN in rows of minus infinity, where OpenVINO puts numbers; None after a product, of no masks."""
     x = softmax.input_value(0)
     source = x.get_node()
     while source.get_type_name() in _SCALES:
@@ -217,7 +217,7 @@ def _softmax(ov: Any, softmax: Any) -> Any:
 
 
 def _order_floats(ov: Any, top: Any) -> None:
-    """Put integers in order as float32, which guards keep exact; OpenVINO's own does not know their sign."""
+    """Put integers in order as float32, which guards keep exact; OpenVINO's own ignores their sign."""
     values, kind = top.output(0), top.output(0).get_element_type()
     if not kind.is_integral_number():
         return
@@ -247,10 +247,10 @@ def _quotient(ov: Any, division: Any) -> Any:
 
 
 def _as_plane(ov: Any, convolution: Any) -> Any:
-    """A transposed convolution of one dimension as one of two; of one, OpenVINO gets all wrong."""
+    """A transposed convolution of one dimension as one of two; OpenVINO's own is wrong."""
     data, kernel, *text = convolution.input_values()
     if text:
-        raise EngineError("a transposed convolution of one dimension that is told its size is not handled")
+        raise EngineError("a transposed convolution of one dimension with output_shape is not handled")
     kind = convolution.get_type_name()
     result = (
         ov.convolution_backprop_data

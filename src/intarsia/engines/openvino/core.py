@@ -25,7 +25,7 @@ def capabilities() -> list[str]:
 
 
 def last_line(error: Exception) -> str:
-    """The line of OpenVINO's message that says what is wrong."""
+    """The line of OpenVINO's message that names the error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -80,7 +80,7 @@ _PROJECTIONS = _CONVOLUTIONS | {"MatMul"}
 
 
 def settings(model: Any) -> dict[str, str]:
-    """What a model must be compiled with, beside what the user wishes.
+    """The options that a model must be compiled with, besides the user's.
 
     Where attention (products around a softmax) has become one snippet, and a layer takes its result together
     with that of an elementwise layer, OpenVINO's tokenizer reads a null pointer and the process ends:

@@ -1,4 +1,4 @@
-"""What OpenVINO gets wrong on every processor, put right: layers, tables of few bits, shared weights."""
+"""Corrections of OpenVINO's errors on every processor: layers, tables in few bits, shared weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _is_short(constant: Any) -> bool:
 
 
 def fold_tables(model: Any) -> None:
-    """Make numbers of what `Gather` reads from, where it is computed of constants alone.
+    """Compute the table of a `Gather` if it depends on constants alone.
 
     Its kernel for tables in 8 bits takes one scale for a row; given one for a column it reads past its end.
     """
@@ -45,7 +45,7 @@ def fold_tables(model: Any) -> None:
 
 
 def fold(model: Any) -> None:
-    """Make numbers of all that is computed of constants alone, in the nodes that a model shares, too."""
+    """Compute all values that depend on constants alone, also in nodes that a model shares."""
     from openvino.passes import ConstantFolding, Manager
 
     passes = Manager()
@@ -54,7 +54,7 @@ def fold(model: Any) -> None:
 
 
 def is_constant(node: Any) -> bool:
-    """Whether only constants lead to a node."""
+    """Whether a node depends on constants alone."""
     waiting, seen = [node], set()
     while waiting:
         one = waiting.pop()
@@ -131,7 +131,7 @@ def _packed_sizes(shape: tuple[int, ...], way: tuple[object, ...]) -> tuple[int,
 
 
 def _origin(node: Any) -> tuple[int, tuple[object, ...]]:
-    """Where the weight lies that a constant value is made of, and by which layers it is."""
+    """The address of the weight that a constant value is computed from, and the layers that compute it."""
     changes: list[object] = []
     while node.get_type_name() != "Constant":
         text = [value.get_node() for value in node.input_values()[1:]]
@@ -150,7 +150,7 @@ _BITS = {"i8": 8, "u8": 8, "i16": 16, "u16": 16}
 
 
 def correct(model: Any) -> None:
-    """Put exact layers in the place of those that are not."""
+    """Replace inexact layers with exact ones."""
     from openvino import opset13 as ov
 
     for operation in model.get_ordered_ops():
@@ -175,7 +175,7 @@ def correct(model: Any) -> None:
 
 
 def _plus_zero(total: Any) -> Any:
-    """What a single 0 is added to; None in any other sum."""
+    """The operand that a single 0 is added to; None for other sums."""
     if total.get_element_type().get_type_name() not in ("f16", "f32", "f64"):
         return None
     for value, other in (total.input_values(), total.input_values()[::-1]):

@@ -56,6 +56,8 @@ class OpenVINO(NetworkEngine):
     guards: bool = True
     name: ClassVar[str] = "openvino"
     libraries: ClassVar[tuple[str, ...]] = ("openvino",)
+    # A quarter of random quotients differ in their last bit from IEEE's (2026.4, x86_64).
+    divides_exactly: ClassVar[bool] = False
     file_suffix: ClassVar[str] = ".xml"
 
     @property

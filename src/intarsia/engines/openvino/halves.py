@@ -1,7 +1,7 @@
 """Products and sums of bfloat16 in OpenVINO's own kernels for it, where the processor has such arithmetic.
 
-Networks hold such products as float32 with a rounding behind them, since ONNX Runtime has no kernels for
-bfloat16. OpenVINO took that literally and read twice the memory.
+Networks hold such products as float32 with a rounding after them, since ONNX Runtime has no kernels for
+bfloat16. OpenVINO did so literally and read twice the memory.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _shorten_gate(product: Any) -> bool:
 
 
 def _added_before_rounding(operation: Any, takes_bias: bool) -> list[Any] | None:
-    """What else is read on the way to the rounding of a result; None if anything but that reads it.
+    """The other values read before the rounding of a result; None if anything else reads the result.
 
     On the way of a product are its bias and moves.
     """
@@ -167,7 +167,7 @@ def _is_constant(value: Any) -> bool:
 # Gated layers of bfloat16 in the kernel that OpenVINO has for them, and nothing else made shorter by it.
 #
 # The kernel is used only where OpenVINO may compute everything in bfloat16, which exact programs may not. So
-# the program is compiled with that permission, its runtime model tells which layers were shortened, and it is
+# the program is compiled with that permission, its runtime model shows which layers were shortened, and it is
 # compiled again without if one of them should be exact. Marking layers as precise (`precise_0`) did not help:
 # sums and softmax were rounded all the same (2026.4).
 
@@ -187,10 +187,11 @@ _SHORTEST = 64
 
 
 def compiled(model: Any, config: Mapping[str, Any]) -> Any:
-    """The compiled model, with that kernel where it may be.
+    """The compiled model, with that kernel where it is allowed.
 
-    OpenVINO looks for its kernel only where it may compute all in bfloat16. So it may, and what came of it is
-    looked at: if something is rounded that a network computes in float32 for its own sake, it may not.
+    OpenVINO looks for its kernel only where it may compute all in bfloat16. So it gets that permission, and
+    the result is checked: if something is rounded that a network computes in float32 for its own sake, it may
+    not.
     """
     hint = config["INFERENCE_PRECISION_HINT"]
     if hint == "f32" and _suits(model) and _threads(config) % 2 == 0:
@@ -252,7 +253,7 @@ def _reaches(numbers: np.ndarray[Any, np.dtype[np.float32]], axis: int) -> bool:
 
 
 def _threads(config: Mapping[str, Any]) -> int:
-    """How many threads a model has that is compiled so: as told, or as many as the process may use."""
+    """How many threads a model has that is compiled so: as configured, or as many as the process may use."""
     import openvino
     from openvino import opset13 as ov
 
@@ -262,7 +263,7 @@ def _threads(config: Mapping[str, Any]) -> int:
 
 
 def _rounds_no_more(result: Any, model: Any) -> bool:
-    """Whether the kernel is there, and what computes in float32 does so still, or might as well not."""
+    """Whether the kernel is used, and layers that need float32 are still computed in it."""
     long, short, norms, match = set[str](), set[str](), set[str](), False
     for operation in result.get_runtime_model().get_ops():
         text = {key: value.astype(str) for key, value in operation.get_rt_info().items() if key in _TOLD}

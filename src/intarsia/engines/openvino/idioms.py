@@ -1,4 +1,4 @@
-"""Layers written the way OpenVINO's fusions look for them, where they could be written in several.
+"""Layers rewritten in the form that OpenVINO's fusions look for.
 
 OpenVINO's fusions know one way of writing each: a rotary embedding joined along axis -1 and not 3, a norm's
 weight before the rounding, products of three dimensions. No other engine asks for this, so it is done after
@@ -15,8 +15,8 @@ import numpy as np
 def show_rotations(model: Any) -> None:
     """Let the halves of rotary embeddings be put together along axis -1.
 
-    Only then does OpenVINO see an embedding, and compute it in one kernel instead of five. It would take more
-    for one than is (halves in their own places, an angle for a whole row): those stay hidden.
+    Only then does OpenVINO see an embedding, and compute it in one kernel instead of five. It would also
+    match some that are not (halves in their own places, an angle for a whole row): those are not rewritten.
     """
     for operation in model.get_ops():
         if operation.get_type_name() == "Add" and (halves := _rotated_halves(operation)) is not None:
@@ -40,7 +40,7 @@ def _rotated_halves(total: Any) -> Any:
 
 
 def _both_ways(operation: Any) -> list[list[Any]]:
-    """What a sum or a product reads, in either order."""
+    """The operands of a sum or a product, in either order."""
     return [operation.input_values(), operation.input_values()[::-1]]
 
 
@@ -60,7 +60,7 @@ def _turned(joined: Any) -> Any:
 
 
 def _part(value: Any) -> tuple[Any, int, int] | None:
-    """Of which value it is a part, along the last of four dimensions, from where to where."""
+    """The value that it is a slice of, along the last of four dimensions, with start and end."""
     node = value.get_node()
     kind = node.get_type_name()
     if kind not in ("Slice", "Split", "VariadicSplit"):
@@ -171,7 +171,8 @@ def _is_norm(value: Any) -> bool:
 def show_norms(model: Any) -> None:
     """Write x / sqrt(mean of squares) as a quotient: then OpenVINO computes the squares in float32.
 
-    Where it computes in float16, a hundred squares of 30 are too many for it; a power of -1 hides them.
+    Where it computes in float16, a hundred squares of 30 are too many for it; a power of -1 hides the
+    squares.
     """
     from openvino import opset13 as ov
 
@@ -189,7 +190,7 @@ def _is_minus_one(node: Any) -> bool:
 
 
 def keep_rank(model: Any) -> None:
-    """Let products with a weight take what has three dimensions as it is, not as rows and back again.
+    """Let products with a weight take operands of three dimensions, without reshapes to rows and back.
 
     A gate of three such products is one kernel, which looks for them without layers between.
     """
@@ -253,13 +254,13 @@ def _differ_in_last(one: Any, other: Any) -> bool:
 
 
 def replace(old: Any, new: Any) -> None:
-    """Let all that reads one value read another, of the same numbers."""
+    """Redirect all readers of one value to another with the same numbers."""
     for reader in old.get_target_inputs():
         reader.replace_source_output(new)
     rename(old, new)
 
 
 def rename(old: Any, new: Any) -> None:
-    """Let a value be found by the names of one that holds the same numbers: guards look for names."""
+    """Give a value the names of another that holds the same numbers: guards look for names."""
     new.add_names(old.get_names())
     old.set_names(set())

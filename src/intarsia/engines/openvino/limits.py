@@ -1,4 +1,4 @@
-"""What OpenVINO's CPU plugin would take and then answer wrongly, or not survive."""
+"""Networks that OpenVINO's CPU plugin accepts, but computes wrongly or crashes on."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _TAKES_EMPTY = frozenset(
     }
 )
 # fmt: on
-# Layers seen to hand NaN on as torch does: alone, behind another of their kind, behind a convolution and
-# behind a product of matrices. All others are not shown any.
+# Layers seen to hand NaN on as torch does: alone, after another of their kind, after a convolution and
+# after a product of matrices. All others are not shown any.
 # fmt: off
 HANDS_NAN_ON = frozenset(
     {
@@ -70,7 +70,7 @@ _ANY_NUMBER = Interval(-math.inf, math.inf)
 
 
 def refuses(net: Network) -> str | None:
-    """Why a network must not be given to OpenVINO; None if it may."""
+    """Why a network must not run on OpenVINO; None if it may."""
     for tensor in net.get_inputs():
         if tensor.value.dtype == ir.DataType.DOUBLE:
             return _double(tensor)
@@ -89,7 +89,7 @@ def _refuses(layer: Layer) -> str | None:
     if layer.kind == "Cast" and outputs[0].dtype in _HELD:
         source = layer.get_inputs(0)[0]
         if source is not None and source.dtype in _SHORTS:  # longer ones are watched
-            return f"{outputs[0].name} rounds {source.dtype.name}, which OpenVINO does not do as PyTorch does"
+            return f"{outputs[0].name} rounds {source.dtype.name}, which OpenVINO does differently"
     if is_arm() and (reason := _refuses_on_arm(layer)) is not None:
         return reason
     touched = [tensor for tensor in layer.get_inputs() if tensor is not None]
@@ -104,18 +104,18 @@ def _refuses(layer: Layer) -> str | None:
 def _refuses_on_arm(layer: Layer) -> str | None:
     output = layer.get_outputs(0)[0]
     if layer.kind == "ConvTranspose" and not _is_constant(layer.get_inputs(1)[0]):
-        return f"{output.name} is a transposed convolution by weights that OpenVINO reads but once on ARM"
+        return f"{output.name} is a transposed convolution by weights that OpenVINO reads only once on ARM"
     if output.dtype != ir.DataType.BFLOAT16:
         return None
     source = layer.get_inputs(0)[0]
     moved = layer.kind in _MOVES and (
         layer.kind != "Cast" or source is None or source.dtype not in dtypes.FLOATS
     )
-    return None if moved else f"{output.name} is rounded to bfloat16, which OpenVINO does wrongly on ARM"
+    return None if moved else f"{output.name} is rounded to bfloat16, which OpenVINO computes wrongly on ARM"
 
 
 class OpenVINOLimits:
-    """What OpenVINO's kernels treat as PyTorch does."""
+    """The values that OpenVINO's kernels treat as PyTorch does."""
 
     engine = "OpenVINO"
     by_reciprocals = True
@@ -153,7 +153,7 @@ class RoundedProductLimits(OpenVINOLimits):
 
 
 def _is_moved(layer: Layer) -> bool:
-    """Whether a layer hands integers on as they are."""
+    """Whether a layer returns integers unchanged."""
     if layer.kind not in _EXTREMES:
         return layer.kind in _MOVES
     source = layer.get_inputs(0)[0]
@@ -169,7 +169,7 @@ def _is_constant(source: Tensor | None) -> bool:
 
 
 def _is_finite(layer: Layer, index: int) -> bool:
-    """Whether an input is known to hold nothing but numbers that are not huge, as weights do."""
+    """Whether an input is known to hold only numbers of moderate size, as weights do."""
     source = layer.get_inputs(index)[0]
     return (
         source is not None and source.constant is not None and bool((abs(source.constant) < 2.0**100).all())
@@ -194,7 +194,7 @@ def _floats(layer: Layer, index: int) -> Interval | None:
     if kind in HANDS_NAN_ON:
         return None
     if kind == "MaxPool" and len(layer.get_outputs()) > 1:
-        return FINITE  # of a window of minus infinity no place is told
+        return FINITE  # a window of minus infinity gives no place
     if kind == "MaxPool":
         return Interval(-(2.0**100), math.inf)  # of such a window it gives the least finite number
     if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
@@ -216,7 +216,7 @@ def _index_axes(layer: Layer) -> list[int] | None:
     assert indices is not None
     first, depth = layer.attribute("batch_dims", 0), indices.shape[-1]
     if not isinstance(depth, int):
-        raise EngineError(f"{layer.kind} by indices of unknown depth is not handled on OpenVINO")
+        raise EngineError(f"{layer.kind} by indices with an unknown number of coordinates is not handled")
     return list(range(first, first + depth))
 
 

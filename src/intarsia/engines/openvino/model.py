@@ -112,10 +112,10 @@ _Asked = tuple[Any, object]  # a model, and what keeps its weights alive
 
 
 def refusals(nets: Sequence[Network], precision: str, guards: bool) -> list[str | None]:
-    """What of each network the plugin does not take; None where it takes all.
+    """The part of each network that the plugin refuses; None if it accepts all.
 
-    A question costs about the same whatever it is about, so all networks are asked about as parts of one
-    model that have nothing to do with each other. What that leaves open is asked about by itself.
+    Each query costs about the same, so all networks are checked as independent parts of one model. Networks
+    without a result are then checked one by one.
     """
     asked = [_read(net, guards) for net in nets]
     taken = _taken_together([one[0] for one in asked if not isinstance(one, str)], precision)
@@ -137,7 +137,7 @@ def _read(net: Network, guards: bool) -> _Asked | str:
 
 
 def _taken_together(models: Sequence[Any], precision: str) -> set[int]:
-    """Which of the models, by id, are taken as parts of one."""
+    """The ids of the models that are accepted as parts of one."""
     import openvino
 
     plain = [model for model in models if not settings(model)]
@@ -150,7 +150,7 @@ def _taken_together(models: Sequence[Any], precision: str) -> set[int]:
     parameters = [parameter for model in plain for parameter in model.get_parameters()]
     try:
         supported = _supported(openvino.Model(results, parameters, "parts"), precision)
-    except Exception:  # one of them, or all together: each is asked about by itself, and then it is told
+    except Exception:  # one of them, or all together: each is checked by itself, and the engine says which
         return set()
     return {id(model) for model in plain if not _left_out(model, supported)}
 
@@ -183,7 +183,7 @@ _HALF_SCALE = 2.0**-20  # so that a million numbers can be added up in float16
 def add_checks(net: Network, model: Any, guards: Guards, *, float16: bool = False) -> Checks:
     """Let the model compute a number for each guard that is not of an input, in one more output.
 
-    Where OpenVINO computes in `float16`, so that none is too large for it.
+    If OpenVINO computes in `float16`, the numbers are scaled to fit.
     """
     from openvino import opset13 as ov
 
@@ -233,7 +233,7 @@ def _number_in_float16(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tup
     """The same in float16, where a limit that is larger than all numbers would hold for infinity, too."""
     x = tensors[guard.tensors[0]]
     if not isinstance(guard, ValueGuard) or x.get_element_type().is_integral_number():
-        raise EngineError(f"{guard}, and float16 does not hold such numbers exactly")
+        raise EngineError(f"{guard}, and float16 cannot hold such numbers exactly")
     if guard.total:
         # Whether rounding leaves small numbers is all the same: infinities and NaN stay.
         scaled = ov.multiply(_float(ov, x), _scalar(ov, _HALF_SCALE))
@@ -256,7 +256,7 @@ def _magnitudes(ov: Any, x: Any) -> Any:
 
 
 def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
-    """Where a guard holds, element by element; of NaN no comparison holds."""
+    """Where a guard holds, element by element; comparisons with NaN are false."""
     if isinstance(guard, Product):
         product = ov.multiply(_float(ov, tensors[guard.one]), _float(ov, tensors[guard.other]))
         return ov.less_equal(ov.abs(product), _scalar(ov, guard.high))
@@ -284,7 +284,7 @@ def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
 
 
 def _hold(ov: Any, output: Any, index: Index, tensors: dict[str, Any]) -> None:
-    """Keep a layer's indices inside, since its kernel would read or write elsewhere."""
+    """Clamp a layer's indices, because its kernel would access memory out of bounds."""
     indices = tensors[index.tensor]
     sizes = ov.convert(_sizes(ov, index, tensors), indices.get_element_type())
     one = ov.constant(np.array(1), indices.get_element_type())
@@ -314,7 +314,7 @@ def _sizes(ov: Any, index: Index, tensors: dict[str, Any]) -> Any:
 
 
 def _count(ov: Any, holds: Any) -> Any:
-    """How often something does not hold."""
+    """The number of elements for which a condition does not hold."""
     misses = ov.select(holds, _scalar(ov, 0.0), _scalar(ov, 1.0))
     return ov.reduce_sum(misses, _axes(ov, misses.output(0)), False)
 

@@ -22,7 +22,7 @@ _KIND = "MatMulNBits"
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """What a product multiplies by, as numpy arrays, and the input that stands for it."""
+    """The weight of a product, as numpy arrays, and the input that represents it."""
 
     name: str
     layer: Layer
@@ -66,7 +66,7 @@ def as_inputs(net: Network, proto: Any, weights: Weights) -> list[PackedWeight]:
 
 
 def put_in(model: Any, packed: list[PackedWeight]) -> list[Any]:
-    """Put the weights into the place of these inputs; what is returned keeps their memory alive."""
+    """Replace these inputs with the weights; the returned object keeps their memory alive."""
     from openvino import opset13 as ov
 
     parameters = {name: p for p in model.get_parameters() for name in p.output(0).get_names()}

@@ -37,7 +37,7 @@ _NARROW = (-(2**31), 2**31 - 1)
 
 
 def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | None:
-    """The model, compiled; None for one with bodies, or constants of one name, whose places cannot be told,
+    """The model, compiled; None for one with bodies, or constants of one name, whose places are unknown,
     and for one that OpenVINO cannot read again (Swin's, in 2026.4; integers that are divided; weights of more
     than 32 bits) or that then answers differently.
 
@@ -84,8 +84,8 @@ def _divides_integers(op: Any) -> bool:
 def _answer_alike(one: Any, other: Any) -> bool:
     """Whether two compiled models give the same bits for some inputs.
 
-    Where sizes vary they are not run: OpenVINO crashes on sizes that do not fit each other, and which do is
-    not told here.
+    Where sizes vary they are not run: OpenVINO crashes on sizes that do not fit each other, and which sizes
+    fit is not known here.
     """
     if any(port.get_partial_shape().is_dynamic for port in one.inputs):
         return True
@@ -101,7 +101,7 @@ def _answer_alike(one: Any, other: Any) -> bool:
 
 
 def _appended(constants: Mapping[str, Any], file: GrowingFile) -> dict[str, int]:
-    """Put constants into the file; where each begins."""
+    """Write constants into the file; returns the offset of each."""
     joined, at = bytearray(), {}
     for name, op in constants.items():
         at[name] = len(joined)
@@ -234,7 +234,7 @@ class CompiledModel(GuardedProgram):
         return tuple(results)  # type: ignore[arg-type]
 
     def _small_outputs(self, request: Any) -> dict[int, torch.Tensor]:
-        """Memory that a request writes small results to, by their place; it is bound for good."""
+        """Memory that a request writes small results to, by their place; it stays bound."""
         results = {}
         for index, (dtype, shape) in enumerate(self._outputs):
             if shape is None or not 0 < math.prod(shape) * dtype.itemsize <= _COPIED:
@@ -245,7 +245,7 @@ class CompiledModel(GuardedProgram):
 
     @property
     def guards(self) -> list[str]:
-        """What must hold for the engine to answer, in words."""
+        """The conditions under which the engine answers, as text."""
         return [str(g) for _, _, checks in self._inputs for g, _ in checks] + [str(g) for g in self._guards]
 
     def _too_long(self, tensors: tuple[torch.Tensor, ...]) -> bool:

@@ -55,7 +55,7 @@ def _nncf() -> ModuleType:
 
 @contextmanager
 def _silence() -> Iterator[ModuleType]:
-    """nncf logs and draws its progress to standard output, from threads of its own; others go on writing."""
+    """nncf writes its progress to standard output, from its own threads; other threads can still write."""
     others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
     with redirect_stdout(_Filtered(sys.stdout, others)):
         nncf = _nncf()  # first, since it sets the level of its logger
@@ -69,7 +69,7 @@ def _silence() -> Iterator[ModuleType]:
 
 
 class _Filtered(io.TextIOBase):
-    """Standard output for some threads, and for no others."""
+    """Standard output for some threads only."""
 
     def __init__(self, out: TextIO, heard: set[int | None]) -> None:
         self._out, self._heard = out, heard
@@ -123,7 +123,7 @@ class OpenVINOFp16(_Short):
 
 @dataclass(frozen=True)
 class OpenVINOInt8(_Short):
-    """Integer kernels for a model that was quantised beforehand; what is not quantised stays exact.
+    """Integer kernels for a model that is already quantized; the rest stays exact.
 
     >>> OpenVINOInt8().family, OpenVINOInt8().quantized_only
     ('openvino', True)

@@ -41,7 +41,7 @@ class EditableGraph:
         self.scope = ""  # how new layers are called
         self.origin: dict[str, str] | None = None  # where new layers come from: module path, source line
         self.made: list[ir.Node] | None = None  # given every new layer: those of the functional that runs now
-        # Every name that was ever taken, and the last number behind it.
+        # Every name that was ever taken, and the last number appended to it.
         self._names: dict[str, int] = {} if within is None else within._names
         self._by_name: dict[str, ir.Node] = {}
         self._read_names()
@@ -127,7 +127,7 @@ class EditableGraph:
     ) -> ir.Node:
         """Add a layer whose outputs have these types, before the anchor or at the end.
 
-        `inferred` says that the types come from the operator's own rule and need no second look.
+        `inferred` says that the types come from the operator's own rule and need no check.
         """
         layer_name = self.unique_name(name or self.scope or op_type.lower())
         results = [
@@ -264,8 +264,8 @@ _STEP = 1 << 16  # what one insertion takes of a gap, if the gap is wide
 class Order:
     """Labels that grow along the list of layers, and each layer's neighbours in it.
 
-    `onnx_ir` tells neither a layer's place nor its neighbour without a walk over the whole list. A layer that
-    was put into the graph directly has no label until one is asked for; the whole list is then read anew.
+    `onnx_ir` finds a layer's place or neighbour only by a walk over the whole list. A layer that
+    was put into the graph directly has no label until one is asked for; the whole list is then read again.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -302,7 +302,7 @@ class Order:
             self.relabel()
 
     def place(self, node: ir.Node, anchor: ir.Node, makers: Sequence[ir.Node]) -> None:
-        """Put a layer before the anchor, or behind the last of `makers` if that is not before the anchor."""
+        """Put a layer before the anchor, or after the last of `makers` if that is not before the anchor."""
         labels = self._labels
         if anchor not in labels or any(maker not in labels for maker in makers):
             self.relabel()
@@ -313,7 +313,7 @@ class Order:
             self.insert(node, self.behind(last))
 
     def behind(self, node: ir.Node) -> ir.Node | None:
-        """The layer that stands behind this one; None at the end."""
+        """The layer after this one; None at the end."""
         if node not in self._labels:
             self.relabel()
         behind = self._behind[node]
@@ -322,7 +322,7 @@ class Order:
         return behind
 
     def remove(self, node: ir.Node) -> ir.Node | None:
-        """Take a layer out of the graph; gives the layer that stood behind it."""
+        """Take a layer out of the graph; returns the layer that was after it."""
         behind = self.behind(node)
         self._graph.remove(node)
         before = self._before.pop(node)
@@ -350,7 +350,7 @@ class Order:
         return nodes
 
     def relabel(self) -> None:
-        """Label every layer anew, in the order of the list."""
+        """Label every layer again, in the order of the list."""
         self._labels.clear()
         self._before.clear()
         self._behind.clear()

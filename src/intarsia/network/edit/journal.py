@@ -31,7 +31,7 @@ class BodyTaken(NamedTuple):
 
 
 class LayerRemoved(NamedTuple):
-    """A layer was taken out; `released` is what its bodies read, `behind` the layer that stood behind it."""
+    """A layer was taken out; `released` is what its bodies read, `behind` the layer that was after it."""
 
     node: ir.Node
     inputs: tuple[ir.Value | None, ...]

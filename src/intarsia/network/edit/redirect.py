@@ -111,7 +111,7 @@ def _move_readers_behind(
     maker: ir.Node,
     uses: Collection[tuple[ir.Node, int]],
 ) -> None:
-    """Let the readers stand behind the maker of `new`, or refuse if it is made from one of them."""
+    """Let the readers come after the maker of `new`, or refuse if it is made from one of them."""
     order = graph.order
     former = old.producer()
     if former is not None and former.graph is graph.graph and order.of(maker) < order.of(former):
@@ -120,7 +120,7 @@ def _move_readers_behind(
     early = [reader for reader in readers if order.of(reader) <= order.of(maker)]
     if not early:
         return
-    # Everything made from an early reader and standing before the maker moves behind it.
+    # Everything made from an early reader and placed before the maker moves after it.
     region, stack = dict.fromkeys(early), list(early)
     while stack:
         node = stack.pop()

@@ -149,7 +149,7 @@ class BorderForm:
 
 
 def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
-    """The form of a border's values; what cannot be told to another process is refused."""
+    """The form of a border's values; a form that cannot be sent to another process is refused."""
     entries: list[TensorSpec | Fixed] = []
     for name, value in zip(names, values, strict=True):
         leaves = pytree.tree_leaves(value)
@@ -207,7 +207,7 @@ def find_forms(
     values: tuple[Any, ...] = tuple(inputs)
     forms: list[BorderForm] = []
     for i, owner in enumerate(stage_ranks):
-        # The form before the first stage, the form behind, or why there is none.
+        # The form before the first stage, the form after it, or why there is none.
         message: list[Any] = [None, None, None]
         error: Exception | None = None
         if owner == world.rank:

@@ -1,8 +1,8 @@
 """Which rank died: every rank's heartbeat, in the store that torch.distributed began with.
 
-A connection that breaks tells of one neighbour, and a rank that raises for it breaks connections of its own.
-So each rank counts in the store twice a second. The first that loses a connection waits to see whose count
-stands still, and writes the verdict there, for the others to find.
+A broken connection shows the failure of one neighbour, and a rank that raises for it breaks connections of
+its own. So each rank counts in the store twice a second. The first that loses a connection waits to see whose
+count stands still, and writes the verdict there, for the others to find.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOST = re.compile(
 )
 _PERIOD = 0.5
 _SILENCE = 4.0  # seconds without a beat that make a rank dead, once a connection broke
-_PATIENCE = 15.0  # seconds after which the search for a silent rank is given up
+_PATIENCE = 15.0  # seconds after which the search for a silent rank ends
 _VERDICT = "lost"
 
 
@@ -48,7 +48,7 @@ class Heartbeat:
         return _LOST.search(str(error)) is not None
 
     def lost(self) -> str:
-        """The rank that died, in words; all others if it cannot be told."""
+        """The rank that died, as text; all other ranks if it is unknown."""
         others = " or ".join(f"rank {r}" for r in self.ranks if r != self.me)
         if self.store is None:
             return others

@@ -70,7 +70,7 @@ class DistributedOptions:
     >>> DistributedOptions.of(loss_fnn=None)
     Traceback (most recent call last):
     ...
-    intarsia.errors.OptionError: distributed has no option 'loss_fnn'; near is 'loss_fn'
+    intarsia.errors.OptionError: distributed has no option 'loss_fnn'; did you mean 'loss_fn'?
     """
 
     loss_fn: Loss | None = None

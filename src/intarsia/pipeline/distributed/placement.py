@@ -173,7 +173,7 @@ def connect(stage_ranks: Sequence[int], group: dist.ProcessGroup | None, device:
 
 
 def recomputed_stages(checkpoint: bool | Collection[int | str], stages: StageSequence) -> frozenset[int]:
-    """The stages to compute again; modules that are named are told to their stages."""
+    """The stages to compute again; named modules are passed to their stages."""
     if isinstance(checkpoint, str) or not isinstance(checkpoint, bool | Collection):
         raise PartitionError(
             f"checkpoint={checkpoint!r} must be True, False, or a list of"

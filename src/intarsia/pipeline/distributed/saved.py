@@ -48,7 +48,7 @@ def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor
 def options_of_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], saved: Mapping[str, Options]
 ) -> list[Options]:
-    """The options for each group, of what was told of its parameters; refused where that differs."""
+    """The options for each group, from those of its parameters; an error if they differ."""
     options = []
     for own in _names_by_group(optimizer, names):
         known = [name for name in own if name in saved]

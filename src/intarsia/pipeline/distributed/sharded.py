@@ -51,7 +51,7 @@ def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None
     for pattern in plan:
         if not any(_matches(name, pattern) for name in known):
             near = get_close_matches(pattern, sorted(known), n=3)
-            hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
             raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{hint}")
 
 

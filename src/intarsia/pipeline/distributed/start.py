@@ -11,7 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 
 
 def start_process_group(backend: str = "gloo", timeout: timedelta | None = None) -> None:
-    """`torch.distributed.init_process_group`, right also after `torchrun --max-restarts` began anew.
+    """`torch.distributed.init_process_group`, correct also after `torchrun --max-restarts` has restarted.
 
     torchrun keeps one store through all restarts, and gloo finds the addresses of the processes that died in
     it and waits for them. Here every life of the job has names of its own in the store.

@@ -106,7 +106,7 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Not an alias: autograd would take a fresh tensor over as a parameter's gradient, and the memory
-        # behind this one is the receive buffer of the next step.
+        # after this one is the receive buffer of the next step.
         back = [_real(g, d) if _grows(d) else None for g, d in zip(grads, ctx.dtypes, strict=True)]
         return (None, *back)
 

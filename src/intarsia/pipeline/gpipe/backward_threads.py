@@ -88,7 +88,7 @@ class BackwardTask:
     stage: int
 
     def submit_recompute(self, recompute: Callable[[], None]) -> None:
-        """Let the stage's thread compute again, after the stage behind it has: skips go through both."""
+        """Let the stage's thread compute again, after the stage after it has: skips go through both."""
         i, j = self.micro_batch, self.stage
         later = self.threads.recomputed.get((i, j + 1))
 

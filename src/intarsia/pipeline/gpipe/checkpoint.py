@@ -195,7 +195,7 @@ class Checkpointing:
         if position is None:
             return
         batch[position], phony = fork(batch[position])
-        if not phony.requires_grad:  # nothing in this batch has a gradient, so nobody will come back
+        if not phony.requires_grad:  # nothing in this batch has a gradient, so there will be no backward pass
             return
         phony = Recompute.apply(phony, self.shared, *self.batch)  # type: ignore[no-untyped-call]
         batch[position] = join(batch[position], phony)
@@ -260,7 +260,7 @@ def tie_parameters(parameters: Iterable[Tensor], device: torch.device) -> Tensor
 
 def accumulates_everywhere() -> bool:
     """Whether the backward pass that runs now is a plain `backward()`, not `grad()` and without `inputs`."""
-    # torch tells only its own; a release without this would accumulate where it should not.
+    # only a private function of torch knows; a release without this would accumulate where it should not.
     ask = getattr(torch.autograd, "_is_checkpoint_valid", None)
     return True if ask is None else bool(ask())
 
@@ -364,7 +364,7 @@ class Keep(torch.autograd.Function):
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass that runs now was told to retain the graph."""
-    # torch tells only its own; a release without this would keep graphs until they are dropped.
+    """Whether the running backward pass retains the graph."""
+    # only a private function of torch knows; a release without this would keep graphs until they are dropped.
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())

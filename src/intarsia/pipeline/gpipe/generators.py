@@ -102,5 +102,5 @@ class GeneratorMark:
 
 
 def holding() -> object:
-    """What tells one hold of the generators from another, or from none."""
+    """The identity of one hold of the generators; None without one."""
     return _locks.get()

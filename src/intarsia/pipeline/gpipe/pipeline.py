@@ -64,7 +64,7 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 class Progress:
     """How far each stage is, and what may run next.
 
-    `keeps` tells of each stage but the last whether its outputs stay in memory for the backward pass anyway.
+    `keeps` says for each stage but the last whether its outputs stay in memory for the backward pass anyway.
     """
 
     def __init__(self, m: int, keeps: list[bool]) -> None:
@@ -98,7 +98,7 @@ class Progress:
 
         Else outputs pile up. Where they are kept anyway it may run on, so that a stage held up once does not
         hold up the others; but not to the end, for the last micro-batch counts a mini-batch (deferred batch
-        norm) which a stage behind may still fail on.
+        norm) which a later stage may still fail on.
         """
         if j == self.n - 1 or i < 2 or (self.keeps[j] and i < self.m - 1):
             return False
@@ -209,7 +209,7 @@ class Pipeline:
         """One thread a stage; tasks are handed out as they become possible."""
         pack = self._state.saved_tensor_hooks[0] if self._state.saved_tensor_hooks is not None else None
         if getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
-            # It tells saved tensors by their order, which threads change (torch 2.13).
+            # It identifies saved tensors by their order, which threads change (torch 2.13).
             raise RuntimeError(
                 "a pipeline with several stages and micro-batches runs under torch.utils.checkpoint with"
                 " use_reentrant=True only"

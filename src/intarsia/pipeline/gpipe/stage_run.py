@@ -51,7 +51,7 @@ class StageRun:
         backward_task: BackwardTask | None = None,
         phony: Tensor | None = None,
     ) -> tuple[Batch, Checkpointing | None]:
-        """The stage's output, and the checkpoint that is still to be told where the gradient comes from."""
+        """The stage's output, and the checkpoint that still needs the source of the gradient."""
         if checkpointed:
             checkpoint = Checkpointing(self, batch, self, backward_task, phony, self.parameters)
             return _checked(checkpoint.checkpoint()), checkpoint

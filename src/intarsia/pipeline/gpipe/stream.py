@@ -84,7 +84,7 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
-    """Tell the allocator that a stream uses a tensor, so that its memory is not handed on too early."""
+    """Tell the allocator that a stream uses a tensor, so that its memory is not reused too early."""
     if is_cuda(stream) and tensor.is_cuda:
         # record_stream remembers the storage, so the empty slice of a phony or of a view will do.
         tensor.record_stream(stream)

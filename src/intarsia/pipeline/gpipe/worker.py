@@ -1,7 +1,7 @@
 """One thread a stage, kept from call to call, with its caller's state and its share of the cores.
 
 With new threads in every step the memory of the last one is not found again (5,600 page faults a step of 8
-micro-batches, 600 now), and their OpenMP teams are made anew.
+micro-batches, 600 now), and their OpenMP teams are made again.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What came of a task: a batch, or the exception that ended it."""
+    """The result of a task: a batch, or the exception that ended it."""
 
     task: Task
     result: Batch | BaseException

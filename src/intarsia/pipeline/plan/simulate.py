@@ -55,7 +55,7 @@ class StageTable:
     seconds: Vector  # 4 x stages
     saved: Vector
     weights: Vector
-    borders: Vector  # bytes that cross behind each stage but the last
+    borders: Vector  # bytes that cross after each stage but the last
     handover: float = 0.0  # seconds of each forward pass and of each backward pass beside computing
 
     @staticmethod
@@ -73,7 +73,7 @@ class StageTable:
     def work(self, recompute: bool, splits_backward: bool = False) -> Vector:
         """The seconds of all passes of a stage on a micro-batch."""
         both: Vector = self.seconds[:3].sum(axis=0) + 2 * self.handover
-        if recompute:  # both gradients come at once, behind a second forward pass
+        if recompute:  # both gradients come at once, after a second forward pass
             both = both + self.seconds[0]
         elif splits_backward:
             both = both + self.seconds[3]

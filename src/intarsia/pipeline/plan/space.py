@@ -35,7 +35,7 @@ class LayerLine:
     each: Vector  # 4 x layers: seconds more for each sample
     saved: Vector  # bytes kept for backward, a sample
     weights: Vector  # bytes of parameters and buffers
-    crossing: Vector  # bytes that cross behind each layer, a sample; the last entry means nothing
+    crossing: Vector  # bytes that cross after each layer, a sample; the last entry means nothing
     measured: dict[int, Vector] = field(default_factory=dict)  # seconds by samples, where they are known
 
     def __len__(self) -> int:
@@ -199,7 +199,7 @@ class Space:
         most = min(self.cluster.devices // replicas, len(self.line) // definition.per_rank)
         key = schedule, most, m
         if key not in self._ranks:
-            # On one rank nothing is hidden behind anything: the plain order does.
+            # On one rank no transfer overlaps with work, so the plain order is enough.
             least = 2 if definition.interleaved or definition.splits_backward else 1
             only = self.allowed.ranks
             right = [

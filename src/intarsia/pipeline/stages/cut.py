@@ -1,7 +1,7 @@
 """Where to cut a line of nodes: the best balance first, then the fewest bytes across.
 
 With a slack of 10 % in the balance, cuts were 90 % balanced where 99 % were possible, and every step pays for
-that. 2 % is what measuring costs can tell apart.
+that. 2 % is the resolution of measured costs.
 """
 
 from __future__ import annotations

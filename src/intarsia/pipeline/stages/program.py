@@ -30,7 +30,7 @@ class Draws:
 
 
 def number_draws(graph: fx.Graph) -> dict[str, Draws]:
-    """Every node that draws, by its name; in the body of an operator (`cond`) behind that of the operator."""
+    """Every node that draws, by its name; in the body of an operator (`cond`) after that of the operator."""
     draws: dict[str, Draws] = {}
     total = 0
 

@@ -205,7 +205,7 @@ def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None
     for name in names:
         if not any(fnmatchcase(path, name) for path in known):
             near = get_close_matches(name, sorted(known), n=3)
-            hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
             raise PartitionError(f"checkpoint names {name!r}, which is not a module of the graph{hint}")
 
 

@@ -36,8 +36,8 @@ from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.tree_stage import RandomPlaces, TreeStage, keep_the_rest, note_writes
 
 _A_STAGE = 4  # modules, so that the balance has something to choose from
-# Modules in all, whatever the number of stages: random numbers begin anew with each module that is called, so
-# other cuts must call the same ones.
+# Modules in all, whatever the number of stages: random numbers begin again with each module that is called,
+# so other cuts must call the same ones.
 _IN_ALL = 64
 
 Choose = Callable[[Line, Sequence[Cost], Sequence[float]], list[int]]
@@ -116,7 +116,7 @@ def _mixed(
 
 
 class _Tracer(fx.Tracer):
-    """Traces the root and the modules it was told to open; all others are single calls."""
+    """Traces the root and the modules that are to be opened; all others are single calls."""
 
     def __init__(self, opened: set[str], fixed: Mapping[str, Any], tensors: Sequence[str]) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def attention(
 
 
 def _product(*scales: Tensor | None) -> float | Refusal:
-    """All the scales in one number; every second one divides."""
+    """All scales as one number; every second one is a divisor."""
     total = 1.0
     for index, tensor in enumerate(scales):
         if tensor is None:
@@ -94,7 +94,7 @@ def _product(*scales: Tensor | None) -> float | Refusal:
 def _mask(
     scores: Tensor, added: Tensor | None, chosen: Tensor | None, fill: Tensor | None, inverted: bool
 ) -> Tensor | np.ndarray[Any, Any] | Refusal | None:
-    """What is to be added to the scores: a tensor, or an array where it is known."""
+    """The summand of the scores: a tensor, or an array if it is known."""
     mask = added if added is not None else chosen
     if mask is None:
         return None
@@ -107,7 +107,7 @@ def _mask(
         return mask if mask.constant is None else np.asarray(mask.constant)
     lowest = scalar(fill)
     if lowest is None or lowest > _HIDDEN:
-        return refuse(f"hidden scores are filled with {lowest}, which leaves them some weight")
+        return refuse(f"hidden scores are filled with {lowest}, which does not make their weights 0")
     if mask.constant is not None:
         visible = mask.constant != inverted
         if not np.all(np.any(visible, axis=-1)):
@@ -120,7 +120,7 @@ def _mask(
 
 
 def _is_causal(mask: np.ndarray[Any, Any]) -> bool:
-    """Whether a known mask hides just what lies ahead."""
+    """Whether a known mask is causal: it hides exactly the later positions."""
     if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.size != mask.shape[-1] ** 2:
         return False
     square = mask.reshape(mask.shape[-2:]).astype(np.float64)
@@ -196,7 +196,7 @@ def grouped_heads(
     """Keys and values repeated for every head of a group: attention shares them by itself."""
     for x, axes, wide, flat in ((k, a0, key, key_flat), (v, a1, value, value_flat)):
         if x.ndim != 4 or integers(axes) != [2]:
-            return refuse(f"{x!r} is repeated along {integers(axes)}, not after its heads")
+            return refuse(f"{x!r} is repeated along {integers(axes)}, not along the axis after its heads")
         heads, copied = x.shape[1], wide.get_outputs(0)[0].shape
         if not isinstance(heads, int) or not isinstance(copied[2], int):
             return refuse(f"the heads of {x!r} are not known")
@@ -250,7 +250,7 @@ def multi_head_attention(
     batch, length, heads, _ = splits[0]
     width = _times(splits[2][2:])
     if result.shape not in ((batch, length, width), (_times((batch, length)), width)):
-        return refuse(f"the heads are put back as {list(result.shape)}")
+        return refuse(f"the heads are joined as {list(result.shape)}")
     wide = (heads, length, splits[1][1])
     if mask is not None and (mask.ndim != 4 or mask.shape[1:] not in (wide, (1, *wide[1:]))):
         return refuse(f"the mask is {list(mask.shape)}")

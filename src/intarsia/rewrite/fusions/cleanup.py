@@ -31,7 +31,7 @@ _FOLDABLE = frozenset(
 
 
 class Unchanged(PatternRewriter):
-    """Layers that hand on their input as it is."""
+    """Layers that return their input unchanged."""
 
     reach: int | None = 1
 
@@ -88,7 +88,7 @@ def _two_casts(rng: np.random.Generator, large: bool) -> None:
 
 
 class EqualWork(PatternRewriter):
-    """A layer that does what an earlier one did."""
+    """A layer that computes the same as an earlier one."""
 
     reach: int | None = 1
 
@@ -99,7 +99,7 @@ class EqualWork(PatternRewriter):
         """The earlier layer that does the same."""
         node = layer.node
         if node.op_type.startswith("Random") or node.op_type in ("Dropout", "Bernoulli", "Multinomial"):
-            return refuse(f"{node.op_type} makes something else each time")
+            return refuse(f"{node.op_type} returns another result at each call")
         if any(value.is_graph_output() for value in node.outputs):
             return refuse(f"{node.name} makes an output of the network")
         first = next((v for v in node.inputs if v is not None and v.const_value is None), None)
@@ -140,7 +140,7 @@ def _twins(rng: np.random.Generator, large: bool) -> None:
 
 
 class Folded(PatternRewriter):
-    """A layer all of whose inputs are known becomes what it makes."""
+    """A layer with constant inputs is replaced by its results."""
 
     reach: int | None = 1
 
@@ -175,7 +175,7 @@ class Folded(PatternRewriter):
 
 
 def _evaluate(node: ir.Node) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    """What a layer makes of constants, by ONNX's own definition."""
+    """The results of a layer for constants, by ONNX's own definition."""
     from onnx.reference import ReferenceEvaluator
 
     arrays = [None if value is None else value.const_value for value in node.inputs]

@@ -1,4 +1,4 @@
-"""A shipped pattern: what it is good for, and networks to try it on."""
+"""A shipped pattern: its purpose, and networks to try it on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _refusals: dict[tuple[str, str, str], str | None] = {}  # by engine, its version
 
 
 class NetworkBuilder(Protocol):
-    """What rewriting asks of the engine that a network is for; every `NetworkEngine` answers it."""
+    """The interface that rewriting needs of a network's engine; every `NetworkEngine` has it."""
 
     @property
     def name(self) -> str: ...
@@ -39,8 +39,8 @@ class Fusion:
     """A pattern under its name.
 
     `make(rng, large)` writes, into the network under guard, layers that the pattern matches: small for
-    proofs, large for measuring. A `free` pattern only takes layers away and is always applied; any
-    other is applied where it was measured to pay. Only engines that declare its `group` (see
+    proofs, large for measuring. A `free` pattern only takes layers away and is always applied; any other is
+    applied if it was measured to be faster. Only engines that declare its `group` (see
     `NetworkEngine.patterns`) are given it. A `finite_only` pattern answers as before for finite numbers, not
     for NaN and infinities: it is applied only where it is named, or all patterns are asked for.
     """

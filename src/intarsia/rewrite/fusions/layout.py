@@ -1,4 +1,4 @@
-"""Transposes and reshapes that cancel, merge, or meet through layers that do not mind them."""
+"""Transposes and reshapes that cancel, merge, or move through layers that allow it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class SunkTranspose(PatternRewriter):
                 return refuse(f"{parent.name} ({parent.kind}) is not elementwise")
             chain.append(parent)
             below = parent.get_inputs(_flowing(parent))[0]
-        return refuse("no transpose stands above")
+        return refuse("there is no transpose before it")
 
     def _cancel(self, outer: Layer, chain: list[Layer], inner: Layer) -> bool | Refusal:
         x = inner.get_inputs(0)[0]
         assert x is not None
         if not chain:
-            return refuse("the transposes stand side by side")
+            return refuse("there is no layer between the transposes")
         first, second = order_of(inner, x.ndim), order_of(outer, x.ndim)
         if [first[axis] for axis in second] != list(range(x.ndim)):
             return refuse(f"{second} does not undo {first}")
@@ -100,7 +100,7 @@ def _turned_around(rng: np.random.Generator, large: bool) -> None:
     )
 )
 def reshape_reshape(net: Network, x: Tensor, target: Tensor, outer: Layer) -> object:
-    """Of two reshapes the last decides."""
+    """Two reshapes in a row are equal to the last one."""
     sizes = integers(target)
     assert sizes is not None
     if 0 in sizes:
@@ -124,7 +124,7 @@ def _reshaped_twice(rng: np.random.Generator, large: bool) -> None:
 def squeeze_unsqueeze(net: Network, x: Tensor, a: Tensor, b: Tensor) -> object:
     """A dimension of one put in and taken out again."""
     if integers(a) != integers(b) or any(axis < 0 for axis in integers(a) or ()):
-        return refuse(f"axes {integers(a)} and {integers(b)} are not the same ones")
+        return refuse(f"axes {integers(a)} and {integers(b)} are not the same")
     return x
 
 

@@ -229,7 +229,7 @@ def _after_sum(op: Any, x: Any, skip: Any, w: Any, b: Any) -> Any:
 
 @rule(_after_sum)
 def residual_norm(net: Network, x: Tensor, skip: Tensor, w: Tensor, b: Tensor, norm: Layer) -> object:
-    """The residual sum and the norm after it; the sum stays for those that read it."""
+    """The residual sum and the norm after it; other readers of the sum still have it."""
     if x.shape != skip.shape or x.ndim not in (2, 3) or None in x.shape:
         return refuse(f"the sum is of {list(x.shape)} and {list(skip.shape)}")
     if w.ndim != 1 or b.ndim != 1:

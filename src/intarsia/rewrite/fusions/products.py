@@ -1,4 +1,4 @@
-"""Patterns of products: convolutions and matrices with what stands around them."""
+"""Patterns of products: convolutions and matrices with the layers around them."""
 
 from __future__ import annotations
 
@@ -207,12 +207,12 @@ def onednn_product(net: Network, x: Tensor, w: Tensor, b: Tensor | None, gemm: L
     Engines of the group "onednn" multiply by MLAS where nothing follows a product, and by oneDNN where
     something does; which of the two is faster depends on the processor.
     """
-    # Another activation may stand behind a reshape; where one follows anyway, this one costs little.
+    # Another activation may stand after a reshape; where one follows anyway, this one costs little.
     if any(layer.kind == "LeakyRelu" for layer in gemm.get_outputs(0)[0].get_users()):
         return refuse("an activation follows")
     rows = x.shape[0]
     if not isinstance(rows, int) or rows < _ROWS:
-        return refuse(f"the input has {rows} rows, of {_ROWS} that it takes to gain")
+        return refuse(f"the input has {rows} rows; the rewrite needs {_ROWS} to be faster")
     if not is_float(w):
         return refuse(f"the weight is of {w.dtype.name}, which MLAS does not multiply")
     if w.constant is None or w.constant.size < _WEIGHTS:

@@ -71,7 +71,7 @@ def rotary_embedding(
         if tensor.shape[0] not in (1, x.shape[0]) or tensor.shape[2] != x.shape[2] or None in tensor.shape:
             return refuse(f"{tensor.name} is {list(tensor.shape)}, {x.name} {list(x.shape)}")
         if tensor.shape[0] != x.shape[0] and not isinstance(x.shape[0], int):
-            return refuse(f"{tensor.name} is one for a batch of {x.shape[0]}")
+            return refuse(f"{tensor.name} has one row for a batch of {x.shape[0]}")
         if not _repeats(tensor):
             return refuse(f"{tensor.name} may not repeat its first half")
         caches.append(tensor)
