@@ -130,7 +130,8 @@ class Search:
         """
         # They were 15 of the 52 s of CPU time that BERT with sizes that vary was compiled for, in 20 rounds.
         is_long = self.measured.budget_s is None and not is_quick(names, self.trials, _ROUNDS)
-        self._race(names, final=True, rounds=SURE_ROUNDS if is_long else _ROUNDS, share=0.2)
+        rounds = SURE_ROUNDS if is_long else _ROUNDS
+        self._race(names, final=True, rounds=rounds, share=0.2)
         kept = self.trials[self._decide()]
         standing = [trial for trial in self.trials.values() if trial.name in self.built]
         again = [trial.name for trial in standing if trial.final or self._may_beat(trial, kept)]
@@ -139,7 +140,7 @@ class Search:
         if len(again) > 1 and self._fits_a_race(again):
             # Rounds of different races are not compared.
             self.trials = {name: replace(trial, final=False) for name, trial in self.trials.items()}
-            self._race(again, final=True, rounds=_ROUNDS, share=0.2)
+            self._race(again, final=True, rounds=rounds, share=0.2)
 
     def _fits_a_race(self, names: Sequence[str]) -> bool:
         """Whether there is time for three more rounds, or they take little and a spread is not known yet."""
