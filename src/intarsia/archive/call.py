@@ -32,7 +32,7 @@ _FROM_TORCH = """FloorDiv ModularIndexing CleanDiv Mod PythonMod CeilToInt Floor
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """What a size may be computed by; found by name, never evaluated as text."""
+    """The functions that may compute a size; looked up by name, never evaluated as text."""
     import sympy  # which takes long to import: a module whose sizes are fixed does without
     from torch.utils._sympy import functions as torch_sympy
 
@@ -135,9 +135,9 @@ def size_from_json(entry: Json) -> Any:
 
 
 def check_to_json(check: Check) -> Json:
-    """What one input must be."""
+    """The requirements for one input."""
     if isinstance(check, IntegerCheck):
-        return {"name": check.name, "integer": True}
+        return {"name": check.name, "integer": check.example}
     if isinstance(check, ConstantCheck):
         return {"name": check.name, "constant": to_json(check.value)}
     return {
@@ -152,7 +152,7 @@ def check_to_json(check: Check) -> Json:
 def check_from_json(entry: Json, devices: Devices) -> Check:
     """The check of one input."""
     if "integer" in entry:
-        return IntegerCheck(str(entry["name"]))
+        return IntegerCheck(str(entry["name"]), int(entry["integer"]))
     if "constant" in entry:
         return ConstantCheck(entry["name"], from_json(entry["constant"], None, devices))
     shape = tuple(size_from_json(size) for size in entry["shape"])

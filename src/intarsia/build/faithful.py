@@ -19,6 +19,7 @@ from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
 from intarsia.lower.decompositions import decomposition_table, keeping_whole
+from intarsia.lower.integers import other_values
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import corners
 from intarsia.partition.table import PYTORCH
@@ -133,7 +134,8 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
 def examples_of(
     judge: Judge, lowered: Lowered, captured: Call, own: Call, truth: Answer | None
 ) -> tuple[list[Example], list[str]]:
-    """The call that was captured, the user's own, and the same at the least and largest sizes it may have.
+    """The call that was captured, the user's own, the same at the least and largest sizes it may have,
+    and with another value of the integers that vary.
 
     The notes name the sizes at which nothing can be compared. `truth` is the model's answer to the `given`
     call, which lowering may have widened to the `captured` one.
@@ -144,7 +146,8 @@ def examples_of(
     calls: list[tuple[Call, list[Any], Answer | None]] = [(captured, inputs, truth if is_given else None)]
     if not is_given:
         calls.append((own, example_inputs(lowered, *own), truth))
-    calls += [(call_of(lowered, corner), corner, None) for corner in corners(lowered, inputs, notes)]
+    for others in (corners(lowered, inputs, notes), other_values(lowered, inputs)[:1]):
+        calls += [(call_of(lowered, other), other, None) for other in others]
     examples: list[Example] = []
     for call, graph_inputs, answer in calls:
         try:
@@ -216,7 +219,7 @@ def whole_fault(
 
 
 def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.Node, dict[str, str]], str]]:
-    """What to leave out of a plan whose pieces answer rightly and whose whole does not: refusals, and a note.
+    """What to exclude from a plan whose pieces are correct but whose whole is not: refusals, and a note.
 
     First each engine, where there are several, then each segment.
     """
@@ -243,5 +246,5 @@ def error_of(lowered: Lowered, examples: Sequence[Example], compiled: Compiled) 
 
 
 def operators_of(graph: fx.Graph) -> set[Any]:
-    """What a graph calls."""
+    """The targets that a graph calls."""
     return {node.target for node in graph.nodes if node.op == "call_function"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from intarsia.build.faithful import Example
@@ -42,8 +43,9 @@ def make_refittable(loaded: Compiled, captured: fx.GraphModule) -> None:
     judge = Judge(captured)
     flat, truth = _inputs(loaded, judge)
     is_comparable = judge.is_deterministic((flat, {}), truth)
+    varying = [Dim.DYNAMIC if isinstance(check, IntegerCheck) else None for check in loaded.checks]
     with COMPILING:
-        program = capture(captured, flat)
+        program = capture(captured, flat, dynamic_shapes=varying if any(varying) else None)
     args, kwargs = pytree.tree_unflatten(flat, loaded.lowered.in_spec)
     example = Example(
         (args, kwargs), example_inputs(loaded.lowered, args, kwargs), truth if is_comparable else None
@@ -121,7 +123,7 @@ def _input(check: Check, whole: int) -> Any:
     if isinstance(check, ConstantCheck):
         return check.value
     if isinstance(check, IntegerCheck):
-        raise RefitError("the loaded module takes a number that varies; compile the model again")
+        return check.example
     if check.static is None:
         raise RefitError(
             f"the sizes of {check.name} vary, so this loaded module cannot be refitted;"

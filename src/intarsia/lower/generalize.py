@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.example import Call as Call
+from intarsia.capture.example import copied_call
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import open_objects
@@ -32,6 +33,7 @@ from intarsia.capture.size_guards import holds, input_path, read_guards
 from intarsia.compare import disagreement
 from intarsia.errors import CaptureError, IntarsiaError, LoweringError
 from intarsia.lower import Lowered, Role, lower
+from intarsia.lower.integers import letting_vary, other_values, plain_integers, used_as_numbers
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import at_sizes
 
@@ -50,6 +52,10 @@ def lower_model(
 ) -> tuple[Lowered, Call]:
     """The graph, and the call it was captured with. With `drop_guards`, redundant size guards are dropped."""
     call = args, kwargs
+    if drop_guards and dynamic_shapes is None:
+        varied = _of_any_integers(model, call, has_converter)
+        if varied is not None:
+            return varied, call
     ones = _ones(model, args, kwargs, dynamic_shapes) if drop_guards else []
     try:
         lowered = _lowered(model, call, dynamic_shapes, has_converter, drop_guards)
@@ -63,21 +69,52 @@ def lower_model(
     return lowered, call
 
 
+def _of_any_integers(model: nn.Module, call: Call, has_converter: HasConverter) -> Lowered | None:
+    """The graph that takes other integers than the example's; None where it has none, or needs those.
+
+    It must answer as the model does at several values: Python that asks for the type of an integer, which is
+    another while torch traces, takes a branch of its own.
+    """
+    names = plain_integers(model, *call)
+    try:
+        while names:
+            program = capture(model, *copied_call(call), letting_vary(names, model, *call))
+            numbers = used_as_numbers(program, names)
+            if numbers == names:
+                break
+            names = numbers
+        if not names:
+            return None
+        lowered = _taken_apart(program, model, has_converter)
+    except IntarsiaError:  # with the integers of the example, capture succeeds or says why not
+        return None
+    if any(output.role is not Role.USER for output in lowered.outputs):  # running the model changes it
+        return None
+    example = example_inputs(lowered, *call)
+    others = other_values(lowered, example)
+    answered = [_answers_alike(lowered, model, inputs) for inputs in (example, *others)]
+    return lowered if all(answered) and others else None
+
+
 def _lowered(
     model: nn.Module, call: Call, dynamic_shapes: Any, has_converter: HasConverter, drop_guards: bool
 ) -> Lowered:
     program = capture(model, *call, dynamic_shapes)
-    try:
-        with honest_sizes():
-            lowered = lower(program, has_converter=has_converter)
-    except IntarsiaError:
-        raise
-    except Exception as error:  # torch could export the model, and could not take its graph apart
-        raise LoweringError(f"{type(model).__name__} cannot be lowered: {_said(program, error)}") from error
+    lowered = _taken_apart(program, model, has_converter)
     if drop_guards and isinstance(model, nn.Module):
         least = least_asked(dynamic_shapes)
         lowered = drop_redundant_guards(lowered, model, example_inputs(lowered, *call), least)
     return lowered
+
+
+def _taken_apart(program: ExportedProgram, model: nn.Module, has_converter: HasConverter) -> Lowered:
+    try:
+        with honest_sizes():
+            return lower(program, has_converter=has_converter)
+    except IntarsiaError:
+        raise
+    except Exception as error:  # torch could export the model, and could not take its graph apart
+        raise LoweringError(f"{type(model).__name__} cannot be lowered: {_said(program, error)}") from error
 
 
 def _said(program: ExportedProgram, error: Exception) -> str:
@@ -203,7 +240,8 @@ def drop_redundant_guards(
             kept.append(text)
             continue
         # Down from the largest: an answer without elements says nothing of the sizes above it.
-        tried = ((size, _answers_alike(lowered, model, example, {symbol: size})) for size in sizes)
+        inputs = ((size, at_sizes(lowered, example, {symbol: size})) for size in sizes)
+        tried = ((size, _answers_alike(lowered, model, like)) for size, like in inputs)
         alike = [size for size, _ in takewhile(itemgetter(1), tried)]
         if len(alike) < len(asked[1]):
             kept.append(text if not alike else _weaker(text, alike[-1]))
@@ -223,12 +261,10 @@ def least_asked(dynamic_shapes: Any) -> int:
     return min((getattr(dim, "min", None) or 0 for dim in dims), default=0)
 
 
-def _answers_alike(
-    lowered: Lowered, model: nn.Module, example: Sequence[Any], sizes: Mapping[sympy.Symbol, int]
-) -> bool:
-    """Whether the graph answers as the model does where sizes that vary are these."""
+def _answers_alike(lowered: Lowered, model: nn.Module, like: Sequence[Any]) -> bool:
+    """Whether the graph answers as the model does to inputs of these sizes, with other values."""
     try:
-        inputs = [_other_values(value) for value in at_sizes(lowered, example, dict(sizes))]
+        inputs = [_other_values(value) for value in like]
         flat = {item.index: value for item, value in zip(lowered.inputs, inputs, strict=True)}
         args, kwargs = pytree.tree_unflatten([flat[place] for place in range(len(flat))], lowered.in_spec)
         with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices=[]):
@@ -272,7 +308,7 @@ def _is_needless(text: str, lowered: Lowered, model: nn.Module, example: Sequenc
     excluded = [sizes for sizes in excluded if not guard.holds(at_sizes(lowered, example, sizes))]
     full = [sizes for sizes in excluded if all(sizes.values())]
     return 0 < len(full) == len(excluded) <= 4 and all(
-        _answers_alike(lowered, model, example, sizes) for sizes in full
+        _answers_alike(lowered, model, at_sizes(lowered, example, sizes)) for sizes in full
     )
 
 

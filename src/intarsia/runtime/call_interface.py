@@ -184,9 +184,10 @@ class ConstantCheck:
 
 @dataclass(frozen=True)
 class IntegerCheck:
-    """An input that is an integer of any value."""
+    """An input that is an integer of any value; `example` is the one that the model was compiled with."""
 
     name: str
+    example: int
 
 
 Check = TensorCheck | ConstantCheck | IntegerCheck
@@ -295,7 +296,7 @@ def checks_of(lowered: Lowered) -> tuple[Check, ...]:
         elif isinstance(value, torch.Tensor):
             checks.append(TensorCheck.of(item.name, value, strides.get(node.name)))
         else:
-            checks.append(IntegerCheck(item.name))
+            checks.append(IntegerCheck(item.name, int(value.node.hint)))
     return tuple(checks)
 
 

@@ -45,14 +45,14 @@ class Interface:
 
     @staticmethod
     def of(compiled: Compiled) -> Interface:
-        """The interface of a loaded module; InputError if it takes what is not a tensor and may vary."""
+        """The interface of a loaded module; numbers are those it was compiled with."""
         lowered = compiled.lowered
         names = _input_names(lowered.in_spec, compiled.call_signature)
         inputs: dict[str, TensorCheck] = {}
         order: list[str | ConstantCheck] = []
         for name, check in zip(names, compiled.checks, strict=True):
-            if isinstance(check, IntegerCheck):
-                raise InputError(f"input {name} is a number that varies; only tensors can be passed")
+            if isinstance(check, IntegerCheck):  # only tensors can be passed: it stays as compiled
+                check = ConstantCheck(check.name, check.example)
             if isinstance(check, ConstantCheck):
                 order.append(check)
                 continue
