@@ -307,9 +307,9 @@ def test_a_copy_of_the_model_runs_as_it_is(tmp_path: Path) -> None:
     ids = torch.tensor([[5, 6, 7]])
     with intarsia.compile_generation(tiny("llama"), max_length=16, engines="onnxruntime") as made:
         expected = made.generate(ids, max_new_tokens=4, do_sample=False)
-        with pytest.warns(UserWarning, match="a copy of LlamaForCausalLM runs as it is"):
+        with pytest.warns(UserWarning, match="a copy of LlamaForCausalLM is not compiled"):
             copied = copy.deepcopy(made.model)
-        with pytest.warns(UserWarning, match="a copy of LlamaForCausalLM runs as it is"):
+        with pytest.warns(UserWarning, match="a copy of LlamaForCausalLM is not compiled"):
             torch.save(made.model, tmp_path / "model.pt")
         again: Any = torch.load(tmp_path / "model.pt", weights_only=False)
         for other in (copied, again):

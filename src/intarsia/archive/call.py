@@ -32,7 +32,7 @@ _FROM_TORCH = """FloorDiv ModularIndexing CleanDiv Mod PythonMod CeilToInt Floor
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """What a size may be computed by; found by name, never evaluated as text."""
+    """The functions that may compute a size; looked up by name, never evaluated as text."""
     import sympy  # which takes long to import: a module whose sizes are fixed does without
     from torch.utils._sympy import functions as torch_sympy
 
@@ -135,7 +135,7 @@ def size_from_json(entry: Json) -> Any:
 
 
 def check_to_json(check: Check) -> Json:
-    """What one input must be."""
+    """The requirements for one input."""
     if isinstance(check, IntegerCheck):
         return {"name": check.name, "integer": check.example}
     if isinstance(check, ConstantCheck):

@@ -66,7 +66,7 @@ class Writer:
         return digest.hexdigest()
 
     def flush(self) -> None:
-        """Let others who open the file see what has been written."""
+        """Make the written data visible to others that open the file."""
         self._file.flush()
 
     def close(self, manifest: Mapping[str, Any]) -> str:
@@ -83,7 +83,7 @@ def _padding(count: int) -> bytes:
 
 
 class Reader:
-    """The members of a file, each checked against its digest before it is given out."""
+    """The members of a file, each checked against its digest before it is returned."""
 
     def __init__(self, source: str | os.PathLike[str] | bytes | memoryview) -> None:
         self.path: str | None = None if isinstance(source, bytes | memoryview) else os.fspath(source)

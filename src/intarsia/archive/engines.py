@@ -46,7 +46,7 @@ def engine_to_json(engine: Engine) -> Json:
 
 
 def packed_for(engine: Engine) -> str:
-    """What must be the same where a packed program is used: engine, options, versions, machine."""
+    """The properties for which a packed program is valid: engine, options, versions, machine."""
     return f"{engine.key()}, {engine.version()}, {machine_key()}, {processor_features()}"
 
 
@@ -107,7 +107,7 @@ class Unpacker:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, pieces: Json) -> None:
-        """Let the thread make what these pieces will ask for."""
+        """Start the thread that prepares the programs of these pieces."""
         for item in pieces:
             engine = self._engines.get(item["engine"])
             if isinstance(engine, NetworkEngine) and self._fits(item, engine):
@@ -145,7 +145,7 @@ class Unpacker:
         return program
 
     def _place(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor begins in the file; None for one that is somewhere else, or otherwise, in memory."""
+        """Where a tensor begins in the file; None if it is elsewhere in memory or has another layout."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_complex():
             return None
         return self._reader.place(tensor.data_ptr(), tensor.nbytes)

@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: a plain file, or a folder of pieces; and the settings to load it with."""
+    """The result of an export: a plain file, or a folder of pieces; and the settings to load it with."""
 
     path: Path
     is_folder: bool
@@ -176,7 +176,7 @@ def _piece_program(piece: Piece, path: Path) -> Mapping[str, str]:
 
 
 class _Flat(nn.Module):
-    """A piece as a module whose arguments have no names of their own."""
+    """A piece as a module with positional arguments."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def _described(node: fx.Node) -> dict[str, Any]:
 
 
 def _returned(graph: fx.Graph) -> list[Any]:
-    """What the graph returns: names of values, or constants."""
+    """The outputs of the graph: names of values, or constants."""
     returned: Any = graph.output_node().args[0]
     items = returned if isinstance(returned, list | tuple) else [returned]
     return [{"name": item.name} if isinstance(item, fx.Node) else {"constant": item} for item in items]

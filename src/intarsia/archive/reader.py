@@ -52,7 +52,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the caller of `load` chooses."""
+    """The options of `load`."""
 
     engines: Sequence[Engine | str] | Engine | str | None = None
     map_location: Place | None = None

@@ -44,7 +44,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorTable:
-    """The tensors of a module, each under one key; the same memory, or the same contents, is kept once."""
+    """The tensors of a module, each under one key; the same memory, or the same contents, is stored once."""
 
     def __init__(self) -> None:
         self._by_place: dict[Any, str] = {}
@@ -53,7 +53,7 @@ class TensorTable:
         self._alone: dict[Any, str] = {}  # storages of what a call changes, with the key that has it
 
     def add(self, tensor: torch.Tensor, name: str, *, changing: bool = False) -> str:
-        """The key of a tensor; one that changes shares its memory with nothing that is not itself."""
+        """The key of a tensor; a tensor that changes must not share its memory with another."""
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise ArchiveError(f"{name} is a tensor of layout {tensor.layout} without plain elements")

@@ -45,7 +45,7 @@ MODEL = "model"  # the name of the program in a file that has one
 
 @dataclass(frozen=True)
 class _Packing:
-    """A piece whose engine may have a form of its own for its network."""
+    """A piece whose engine may have its own form of the network."""
 
     entry: dict[str, Json]  # the piece, in the manifest
     engine: NetworkEngine
@@ -156,7 +156,7 @@ class BundleWriter:
         }
 
     def _captured(self, compiled: Compiled) -> Json:
-        """Keep what a refit needs; where that cannot be kept, the reason why."""
+        """Store the data that a refit needs, or the reason why they cannot be stored."""
         program = compiled.lowered.program
         try:
             if program is not None:

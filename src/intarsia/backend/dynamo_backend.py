@@ -53,7 +53,7 @@ def _left_to_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> str | Non
 
 
 def _where(module: fx.GraphModule) -> str:
-    """The line of the caller's code that the graph's first operation stands in."""
+    """The line of the caller's code with the graph's first operation."""
     for node in module.graph.nodes:
         if node.op in ("call_function", "call_method", "call_module"):
             frames = _FRAME.findall(str(node.meta.get("stack_trace", "")))

@@ -21,7 +21,7 @@ from intarsia.errors import CaptureError
 
 
 class Kind(Enum):
-    """What an input of a graph is."""
+    """The kind of an input of a graph."""
 
     WEIGHT = "a parameter, buffer or tensor attribute of a module"
     SIZE = "a size of one of the tensors"
@@ -72,7 +72,7 @@ def inputs_of(module: fx.GraphModule, inputs: Sequence[Any]) -> list[DynamoInput
 
 @contextlib.contextmanager
 def apart_from_dynamo() -> Iterator[None]:
-    """What is traced inside does not add to the guards of the frame that Dynamo is compiling."""
+    """A context in which tracing does not add guards to the frame that Dynamo is compiling."""
     tracing = getattr(torch._guards, "tracing", None)
     if tracing is None:
         raise CaptureError(f"torch {torch.__version__} has no way to trace inside of torch.compile's backend")

@@ -119,7 +119,7 @@ def autocast_now() -> Autocast:
 
 
 def without_autocast(autocast: Autocast) -> AbstractContextManager[Any]:
-    """What a module that brings its own autocast is run under."""
+    """The context for a module that enters autocast itself."""
     stack = ExitStack()
     for kind, dtype in autocast:
         stack.enter_context(torch.autocast(kind, dtype, enabled=False))
@@ -225,7 +225,7 @@ def program_of(
     args: Sequence[Any],
     drop: Callable[[], Callable[[Program], None] | None],
 ) -> Program:
-    """A program. When one of its weights is gone, what `drop` gives is called with it."""
+    """A program. When one of its weights is freed, the result of `drop` is called with it."""
     weights_of = picker(frozen.weights)
     programs: list[weakref.ref[Program]] = []
 

@@ -1,4 +1,4 @@
-"""What Dynamo calls: a graph compiled for the weights, sizes and numbers it is called with.
+"""The callable for Dynamo: a graph compiled for the weights, sizes and numbers it is called with.
 
 Freezing again takes seconds, so a weight that changed four times becomes an input. One graph serves several
 modules of a class: programs are kept by their weights.
@@ -76,7 +76,7 @@ class GraphCall:
         return self._otherwise(args)
 
     def prepare(self, args: Sequence[Any]) -> None:
-        """Compile for the first call. What the user's options ask for and cannot be had is raised."""
+        """Compile for the first call. Raises an error if an option of the user cannot be satisfied."""
         with self._lock:
             try:
                 self._compile_knowing_names(args)
@@ -97,7 +97,7 @@ class GraphCall:
         warnings.warn(f"this graph runs in PyTorch ({self._report.where}): {reason}", stacklevel=3)
 
     def _otherwise(self, args: Sequence[Any]) -> Any:
-        """A call that the last program was not made for."""
+        """A call that does not fit the last program."""
         with self._lock:
             for program in self._programs:
                 if program is self._last or not program.fits(args):
@@ -199,7 +199,7 @@ class GraphCall:
         self._report = update(self._report, notes=joined(self._report.notes, [note]))
 
     def drop(self, program: Program) -> None:
-        """Forget a program whose weights are gone."""
+        """Drop a program whose weights were freed."""
         self._programs = tuple(p for p in self._programs if p is not program)
         self._last = None if self._last is program else self._last
         self._newest = None if self._newest is program else self._newest

@@ -1,4 +1,4 @@
-"""What became of each graph that Dynamo gave us, in words and figures."""
+"""A report for each graph that Dynamo passed to the backend."""
 
 from __future__ import annotations
 

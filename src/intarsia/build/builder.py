@@ -50,12 +50,12 @@ class Planned:
 
 
 class TooSlow(EngineError):
-    """A plan that answers wrongly takes longer than one that stands, so that a repair cannot win."""
+    """A plan with a wrong answer is slower than a correct one, so that a repair cannot win."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What the best plan so far takes for one of the examples."""
+    """The time of the best plan so far for one of the examples."""
 
     example: int
     seconds: Callable[[], float]
@@ -76,7 +76,7 @@ class BuildSettings:
 
 @dataclass
 class Builder:
-    """Builds every piece of a plan; programs that stand are kept when the plan has to be repaired."""
+    """Builds every piece of a plan; correct programs are reused when the plan has to be repaired."""
 
     module: fx.GraphModule
     engines: Sequence[Engine]
@@ -107,7 +107,7 @@ class Builder:
         return self.build(self.plan(table))
 
     def plan(self, table: SupportTable) -> Planned:
-        """What the strategy makes of the graph, before anything is built."""
+        """The strategy's plan for the graph, before anything is built."""
         table = constrain(self.module, table, self.settings.options)
         return Planned(self.settings.strategy(self.module, table, self.settings.options), table)
 
@@ -319,7 +319,7 @@ def part_of(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Pi
 
 
 def values_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-    """What each node of a graph computes in PyTorch."""
+    """The value of each node of a graph in PyTorch."""
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
     with torch.no_grad():
         interpreter.run(*inputs)

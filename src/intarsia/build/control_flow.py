@@ -37,7 +37,7 @@ def _mark_weights(node: fx.Node, body: fx.GraphModule) -> None:
 
 
 class Recorder(nn.Module):
-    """Stands in for a body during the reference run and keeps what it is first called with."""
+    """Replaces a body during the reference run and records the arguments of its first call."""
 
     def __init__(self, body: fx.GraphModule) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Recorder(nn.Module):
 
 
 def examples_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Any] | None]:
-    """What each body is called with when the piece runs once.
+    """The arguments of each body when the piece runs once.
 
     A branch that is not taken has the operands of the one that is; None where no body of a node runs.
     """
@@ -61,7 +61,7 @@ def examples_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list
 
 
 def _calls(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Any] | None]:
-    """What each body is first called with when the piece runs once; None where it does not run."""
+    """The arguments of the first call of each body when the piece runs once; None where it does not run."""
     by_name = {name: body for _, name, body in bodies(module)}
     recorders = {name: Recorder(body) for name, body in by_name.items()}
     for name, recorder in recorders.items():

@@ -1,6 +1,6 @@
-"""What a drawing shows besides the plan: layers before and after rewriting, work, and advice.
+"""The contents of a drawing besides the plan: layers before and after rewriting, work, and advice.
 
-Advice says which single op, if an engine took it, would leave the fewest segments.
+Advice names the single op that would leave the fewest segments if an engine supported it.
 """
 
 from __future__ import annotations

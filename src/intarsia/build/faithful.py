@@ -219,7 +219,7 @@ def whole_fault(
 
 
 def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.Node, dict[str, str]], str]]:
-    """What to leave out of a plan whose pieces answer rightly and whose whole does not: refusals, and a note.
+    """What to exclude from a plan whose pieces are correct but whose whole is not: refusals, and a note.
 
     First each engine, where there are several, then each segment.
     """
@@ -246,5 +246,5 @@ def error_of(lowered: Lowered, examples: Sequence[Example], compiled: Compiled) 
 
 
 def operators_of(graph: fx.Graph) -> set[Any]:
-    """What a graph calls."""
+    """The targets that a graph calls."""
     return {node.target for node in graph.nodes if node.op == "call_function"}

@@ -27,7 +27,7 @@ from intarsia.rounding import Rounding
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call gave: its results, and what its tensors and the model's buffers held afterwards."""
+    """The outcome of a call: its results, and its tensors and the model's buffers afterwards."""
 
     leaves: list[Any]
     structure: pytree.TreeSpec
@@ -50,13 +50,13 @@ class Answer:
 
 
 class Judge:
-    """Runs a model, or what was made of it, on copies of a call; the model is left as it was."""
+    """Runs a model, or its compiled form, on copies of a call; the model is not changed."""
 
     def __init__(self, model: nn.Module | ExportedProgram) -> None:
         self.model: nn.Module = model.module() if isinstance(model, ExportedProgram) else model
 
     def answer(self, call: Call, function: Callable[..., Any] | None = None) -> Answer:
-        """What the model answers, or `function` in its place (the compiled module, say)."""
+        """The answer of the model, or of `function` in its place (the compiled module, for example)."""
         args, kwargs = copied_call(call)
         flat = pytree.tree_leaves((args, kwargs))
         with undisturbed(self.model):
@@ -68,7 +68,7 @@ class Judge:
         return Answer(leaves, structure, flat, buffers)
 
     def answer_if_any(self, call: Call) -> Answer | None:
-        """What the model answers; None where it fails: whoever captures it meets the same, and says where."""
+        """The answer of the model; None if it fails: capture then fails too, and reports the place."""
         try:
             return self.answer(call)
         except Exception:
@@ -103,7 +103,7 @@ class Judge:
         return _are_alike(self.answer(call), self.answer(call))
 
     def graph_answer(self, lowered: Lowered, call: Call) -> tuple[Any, ...]:
-        """What the lowered graph answers, run in PyTorch."""
+        """The answer of the lowered graph, run in PyTorch."""
         with undisturbed(self.model):
             return tuple(lowered.module(*example_inputs(lowered, *copied_call(call))))
 

@@ -25,7 +25,7 @@ Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # what it returns a
 
 
 def elements_of(inputs: Sequence[Any]) -> int:
-    """How many numbers a call is given."""
+    """The number of elements in a call's tensors."""
     return sum(value.numel() for value in inputs if isinstance(value, torch.Tensor))
 
 
@@ -53,7 +53,7 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What a piece is given, and what PyTorch makes of it."""
+    """The inputs of a piece, and PyTorch's results for them."""
 
     module: fx.GraphModule
     inputs: list[Any]
@@ -65,7 +65,7 @@ class Case:
         return elements_of(self.inputs)
 
     def rounding(self, coarsest: float) -> Rounding:
-        """What rounding does to the answer; runs are made when asked for, and kept."""
+        """The effect of rounding on the answer; runs are made on demand, and cached."""
         if coarsest not in self.roundings:
             self.roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest)
         return self.roundings[coarsest]
@@ -133,7 +133,7 @@ def _said(error: Exception) -> str:
 
 
 def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """What PyTorch answers."""
+    """PyTorch's answer."""
     with torch.no_grad():
         answer = module(*inputs)
     return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
@@ -182,7 +182,7 @@ def case_of(piece: Piece, values: dict[fx.Node, Any]) -> Case:
 
 
 def contents_of(piece: Piece) -> tuple[str, ...]:
-    """What a program made of the piece depends on: equal contents, equal program."""
+    """A key of everything that the piece's program depends on: equal keys, equal programs."""
     parts = (piece.inputs, piece.segment.nodes, piece.segment.recomputed, piece.outputs)
     return tuple(" ".join(node.name for node in part) for part in parts)
 

@@ -1,1 +1,1 @@
-"""What this machine has measured and built, kept on disk."""
+"""Measurements and builds of this machine, stored on disk."""

@@ -1,4 +1,4 @@
-"""What a measurement depends on besides what was measured: this machine and the versions on it."""
+"""The environment that a measurement depends on: this machine and the versions on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def digest(*parts: str) -> str:
-    """One short name for some text: a key of what is kept."""
+    """A short digest of a text, as a key."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{len(part)} {part}\n".encode())

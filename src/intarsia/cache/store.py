@@ -34,7 +34,7 @@ class JsonStore:
         self.path = path
 
     def read(self) -> dict[str, Any]:
-        """All that is kept; empty where there is no file, or none that holds a table."""
+        """All stored values; empty if there is no file, or it does not hold a table."""
         try:
             table = json.loads(self.path.read_bytes())
         except FileNotFoundError:
@@ -48,9 +48,10 @@ class JsonStore:
         return table
 
     def update(self, fresh: Mapping[str, Any], *, keep: int | None = None) -> None:
-        """Add or replace values; what other processes wrote stays. The last `keep` keys are kept.
+        """Add or replace values; values of other processes remain.
 
-        A value that is itself a table is merged with the one kept under its key.
+        The last `keep` keys remain. A value that is itself a table is merged with the one stored under its
+        key.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +169,7 @@ _warned: set[str] = set()
 
 
 def allowed_bytes() -> int:
-    """How much may be kept on disk."""
+    """The number of bytes that may be stored on disk."""
     try:
         return int(float(os.environ.get(SIZE, _DEFAULT_GB)) * 1e9)
     except ValueError:
@@ -176,7 +177,7 @@ def allowed_bytes() -> int:
 
 
 class Shelf:
-    """Whoever writes a file puts it there whole; whoever finds a damaged one throws it out. Nothing raises.
+    """Files are written completely or not at all; damaged files are deleted when found. No method raises.
 
     >>> import tempfile
     >>> shelf = Shelf(Path(tempfile.mkdtemp()), limit=1000)
@@ -201,7 +202,7 @@ class Shelf:
         return path
 
     def put(self, key: str, write: Callable[[Path], None]) -> None:
-        """Let a file be written; one that is not written whole is as good as none."""
+        """Write a file; an incomplete file counts as none."""
         if self.limit <= 0:
             return
         try:

@@ -52,7 +52,7 @@ def refuse_autocast(kind: str) -> None:
 
 
 def under_autocast(kind: str) -> str:
-    """What to say of a call under an autocast that the model was compiled without."""
+    """The message for a call under an autocast that the model was compiled without."""
     return (
         f"{_written(kind)} is on around this call, and the model itself answers differently under it; write"
         " it into the model's forward and compile it, or call the compiled module under"

@@ -38,7 +38,7 @@ def distinct_inputs(
 
 
 def fresh_copy(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own with the same values, strides and `requires_grad`; expanded dimensions stay so."""
+    """A new tensor with the same values, strides and `requires_grad`; expanded dimensions stay so."""
     source = value.detach()
     if source.layout is torch.strided and not source.is_nested:  # a nested tensor has no strides
         expanded = [axis for axis, step in enumerate(source.stride()) if step == 0 and source.shape[axis] > 1]

@@ -131,7 +131,7 @@ def _explain(model: nn.Module, error: Exception) -> str:
 
 
 def _advice(lines: Sequence[str]) -> list[str]:
-    """What torch says of sizes: which constraint is violated by what, and its suggested fixes."""
+    """torch's messages about sizes: the violated constraints, and its suggested fixes."""
     violated = any(line.startswith("Constraints violated") for line in lines)
     shown: list[str] = []
     fixes = False

@@ -1,4 +1,4 @@
-"""What an export runs within: short stacks, torch's messages kept for the log, and fast paths traced.
+"""The context of an export: short stacks, torch's messages kept for the log, and fast paths traced.
 
 While it exports, torch writes down for every node the stack of the model's code. For that it reads the whole
 stack, source lines and the caller's frames included, and drops most of it, which takes a large part of
@@ -58,7 +58,7 @@ def short_stack_traces() -> Iterator[None]:
 
 
 class _EndOfStack:
-    """What the tracer asks of a stack: where a node was made, from the innermost `forward` inwards.
+    """The part of a stack that the tracer reads: where a node was made, from the innermost `forward` inwards.
 
     No frame is kept: tensors of the trace would live on in it, and torch asks which of them do.
     """

@@ -67,7 +67,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def initialized(model: Any, call: Call) -> list[str]:
     """Run a model with lazy modules on the example, as its first call would: they get weights of its shapes.
 
-    What is returned are notes.
+    Returns notes.
     """
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return []
@@ -124,7 +124,7 @@ T = TypeVar("T")
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Inside, numbers may be drawn; outside, nobody sees it: torch's, numpy's and Python's generators."""
+    """A context that restores the random generators of torch, numpy and Python at its end."""
     numpy = sys.modules.get("numpy")  # torch works without it, and unimported it has drawn nothing
     python_state = random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()

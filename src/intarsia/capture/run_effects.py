@@ -1,4 +1,4 @@
-"""What a run of a model does that a graph of it does not repeat, each with what follows of it.
+"""Effects of a model's run that its graph does not repeat, each with its consequence.
 
 refusal   the graph would answer differently: the model is not captured, only the parts that do nothing so
 warning   state in Python that every run changes: later answers of the model may depend on it
@@ -97,7 +97,8 @@ def watched(model: nn.Module) -> Iterator[list[Effect]]:
 def settled(effects: Sequence[Effect], model: nn.Module, call: Call) -> list[Effect]:
     """The effects, with state that only the first run changes (a cache that it fills) as a note.
 
-    Where there is such state the model is run twice more. UnrepeatableError for what no graph may omit.
+    Where there is such state the model is run twice more. UnrepeatableError for effects that no graph may
+    omit.
     """
     refused = next((effect for effect in effects if effect.follows == "refusal"), None)
     if refused is not None:
@@ -116,7 +117,7 @@ def settled(effects: Sequence[Effect], model: nn.Module, call: Call) -> list[Eff
 
 
 def _run_again(model: nn.Module, call: Call) -> tuple[dict[str, Effect], list[Any]]:
-    """What a run does, by name, and a copy of its answer."""
+    """The effects of a run, by name, and a copy of its answer."""
     args, kwargs = copied_call(call)
     with torch.random.fork_rng(devices=[]), watched(model) as seen:
         leaves = pytree.tree_leaves(open_objects(model(*args, **kwargs)))

@@ -1,4 +1,4 @@
-"""Guards: what the exported graph takes for granted about sizes beyond their ranges.
+"""Guards: the assumptions of the exported graph about sizes, beyond their ranges.
 
 A model that asks `if x.shape[0] == 1` was traced along one branch; the graph holds only where the answer is
 the same. Export writes such conditions down as text. They are read here, never executed as code. What a text

@@ -1,3 +1,3 @@
-"""Who runs what best: candidates, their times on this machine, and the plan that wins."""
+"""The choice of engines: candidates, their times on this machine, and the fastest plan."""
 
 from intarsia.choose.measured import Measured as Measured

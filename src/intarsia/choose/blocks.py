@@ -79,7 +79,7 @@ class Blocks:
         }
 
     def values(self, inputs: Sequence[Any]) -> list[list[Any]]:
-        """What every block is fed when the graph is fed `inputs`."""
+        """The inputs of every block when the graph runs on `inputs`."""
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         known: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
         fed = []
@@ -105,7 +105,7 @@ class Blocks:
 def find_blocks(module: fx.GraphModule, atomic: Sequence[Atomic], most: int) -> Blocks | None:
     """At most `most` blocks of like weight, cut where the fewest values are alive; None if there is but one.
 
-    What is `atomic` is not cut apart.
+    Groups in `atomic` are not split.
     """
     line = placement_line(module.graph)
     waists = _open(line, find_groups(module, atomic))

@@ -58,7 +58,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sample:
-    """What candidates are measured with: a call of the model, and what the graph is fed for it."""
+    """The inputs for measuring candidates: a call of the model, and the graph's inputs for it."""
 
     call: tuple[Sequence[Any], Mapping[str, Any]]
     inputs: Sequence[Any]
@@ -111,7 +111,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Workshop:
-    """Builds candidates: `builder` is the pattern for their builders, `table` says who can run what."""
+    """Builds candidates: `builder` is the pattern for their builders, `table` has the engines of nodes."""
 
     builder: Builder
     table: SupportTable
@@ -134,7 +134,7 @@ class Workshop:
         return Workload(self.builder.module, self.on_gpu, measured.objective, thorough)
 
     def plan(self, candidate: Candidate) -> Plan:
-        """What would be built, if nothing fails."""
+        """The segments that would be built, if nothing fails."""
         builder = self._builder(candidate)
         return builder.plan(self._table(candidate)).plan
 
@@ -203,13 +203,13 @@ def at_homes(base: Strategy, homes: Mapping[fx.Node, str]) -> Strategy:
 
 
 def shape_of(plan: Plan) -> str:
-    """A digest of who runs what."""
+    """A digest of the engine of every node."""
     parts: list[Any] = [(s.engine, *(node.name for node in s.nodes)) for s in plan.segments]
     return digest(*map(repr, parts))
 
 
 def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) -> list[Candidate]:
-    """What nobody may lose against; first the plan that would be taken without measuring."""
+    """The plans that the result must not be slower than; first the plan that is used without measuring."""
     *others, pytorch = [engine for engine in engines if engine.is_exact]
     known = {engine.name: engine for engine in others}
     for engine in measured.candidates or ():

@@ -37,9 +37,9 @@ def choose(
     context: str = "",
     tolerance: float | None = None,
 ) -> Compiled:
-    """The module that runs best here; what an earlier compile measured is not measured again.
+    """The module that runs best here; results of an earlier compile are not measured again.
 
-    `context` stands for whatever the programs depend on besides graph, engines and options.
+    `context` contains everything that the programs depend on besides graph, engines and options.
     """
     engines = [engine.for_objective(measured.objective) for engine in engines]
     memory = Memory()

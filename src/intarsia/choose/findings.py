@@ -179,7 +179,7 @@ class Findings:
 
 
 def engine_seconds(findings: Findings, engines: Sequence[str]) -> dict[str, float]:
-    """What the chosen plan spends on each engine in a call, where it was measured.
+    """The time of the chosen plan on each engine in a call, if it was measured.
 
     >>> blocks = (BlockCost(0, 1, "", "", {"a": 2.0}), BlockCost(1, 1, "", "", {"b": 1.0}))
     >>> mix = Trial("mix", 2, (3.1,), 0.0, blocks=("a", "b"))
@@ -197,7 +197,7 @@ def engine_seconds(findings: Findings, engines: Sequence[str]) -> dict[str, floa
 
 
 def segment_seconds(findings: Findings, engines: Sequence[str], count: int) -> list[float | None]:
-    """What each of `count` segments takes: the blocks of a mix that follow each other on one engine."""
+    """The time of each of `count` segments: the blocks of a mix that follow each other on one engine."""
     chosen = findings.trial(findings.chosen)
     if count == 1:
         return [chosen.median]
@@ -306,7 +306,7 @@ class MeasuredPlan(Plan):
         return Group(super().__rich__(), Text(findings_text(self.findings)))
 
     def drawing(self, profile: Profile | None = None) -> Drawing:
-        """What pictures show, with what was measured."""
+        """The contents of pictures, with the measurements."""
         findings, drawn = self.findings, super().drawing(profile)
         if not findings.trials:
             return drawn

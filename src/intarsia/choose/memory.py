@@ -136,7 +136,7 @@ class Memory:
         self._costs = JsonStore(folder / "costs.json")
 
     def findings(self, key: str) -> Findings | None:
-        """What an earlier search found; None if there was none, or none that can be read."""
+        """The result of an earlier search; None if there is none that can be read."""
         entry = self._searches.read().get(key)
         if not isinstance(entry, dict):
             return None

@@ -1,4 +1,4 @@
-"""Races of plans: how they are called, who runs in the last one, for how many rounds.
+"""Races of plans: how they are called, which plans run in the last one, for how many rounds.
 
 `Progress` has what is left of the time, and `no_room` asks for memory before another plan is built.
 """
@@ -94,7 +94,7 @@ Trials = Mapping[str, Trial]
 
 
 def round_s(names: Sequence[str], trials: Trials) -> float:
-    """About what a round takes; who did not race yet takes what the leader does."""
+    """The estimated time of a round; a plan without a race counts as fast as the leader."""
     lead = min(trial.median for trial in trials.values())
     return sum(trials[name].median if name in trials else lead for name in names)
 
@@ -131,7 +131,7 @@ def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> lis
 
 
 def least_s(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> float:
-    """What a race of those nearest to the best takes at least, its warm-up and pauses included."""
+    """The least time of a race of the plans nearest to the best, including warm-up and pauses."""
     if not trials:
         return 0.0
     leaders = [name for name in names if name in trials]
@@ -200,7 +200,7 @@ def _available() -> int | None:
 
 
 def _left_to_group() -> int | None:
-    """What the limit of a container leaves."""
+    """The memory that the limit of a container leaves."""
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         return limit - int((_CGROUP / "memory.current").read_text())

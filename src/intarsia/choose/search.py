@@ -154,7 +154,7 @@ class Search:
         return took < self.progress.left_s or (not shown and is_quick(names, self.trials))
 
     def _limit(self) -> None:
-        """Set the budget, once the first plan stands: now it is known what compiling takes."""
+        """Set the budget after the first plan is built: the time of compiling is then known."""
         if not math.isinf(self.progress.budget_s):
             return
         if self.measured.budget_s is None:
@@ -304,7 +304,7 @@ class Search:
         return names
 
     def _timed(self) -> Timed | None:
-        """What a plan that answers wrongly must not be slower than."""
+        """The time that a plan with a wrong answer must not exceed."""
         numbers = [
             n for n, inputs in enumerate(self.workshop.builder.examples) if inputs is self.sample.inputs
         ]
@@ -313,7 +313,7 @@ class Search:
         return Timed(numbers[0], lambda: min(map(self._quickest_call, self.built.values())))
 
     def _is_favoured(self, candidate: Candidate) -> bool:
-        """Whether it is built whatever time that takes, for no budget was given and it is known to pay."""
+        """Whether it is built regardless of time, because no budget is set and it is known to be faster."""
         if self.measured.budget_s is not None or not candidate.is_slow_to_build:
             return False
         workload = self.workshop.workload(self.measured)
@@ -344,7 +344,7 @@ class Search:
         return None
 
     def _expected_build_s(self, candidate: Candidate) -> float:
-        """What its engines took with other options, or else what any took: they do not differ by much."""
+        """The time of its engines with other options, or else of any engine: they do not differ much."""
         return self.build_s.get(candidate.engine_names) or max(self.build_s.values(), default=0.0)
 
     def _race(self, names: Sequence[str], *, final: bool, rounds: int, share: float) -> None:

@@ -257,7 +257,7 @@ def of_process() -> Iterator[str]:
 
 @functools.cache
 def _sources() -> str:
-    """What this package's own files are: a version may be edited where it stands."""
+    """A digest of this package's own files: an installed version may be edited in place."""
     root = Path(__file__).parents[1]
     files = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in root.rglob("*.py")]
     return digest(repr(sorted(files)))

@@ -61,7 +61,7 @@ def compile_with(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Compiled | PartlyCompiled:
-    """`intarsia.compile` with checked options. What fails unexpectedly leaves the model as it is."""
+    """`intarsia.compile` with checked options. After an unexpected failure, the model runs as it is."""
     try:
         compiled = _compile(options, model, args, kwargs or {}, dynamic_shapes)
     except InternalError as error:
