@@ -199,3 +199,32 @@ def test_a_decoder_generates_the_same_tokens(engine: str) -> None:
     right = model.generate(ids, max_new_tokens=8, do_sample=False)
     fast = intarsia.compile_generation(model, max_length=32, engines=[engine])
     assert torch.equal(fast.generate(ids, max_new_tokens=8, do_sample=False), right)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_within_a_tolerance_activations_before_weights_in_few_bits_are_rounded(bits: int) -> None:
+    torch.manual_seed(0)
+    model, x = Compressed(256, 128, 128, bits).eval(), torch.randn(4, 256)
+    engine = f"onnxruntime-int{bits}-weights"
+    fast = intarsia.compile(
+        model, (x,), engines=[engine], tolerance=0.1, min_block_size=1, partition="dependency"
+    )
+    assert fast.plan.engines == (engine,)
+    error = (fast(x) - model(x)).abs().max() / model(x).abs().max()
+    assert 1e-4 < error < 0.03  # of 8 bits; products of floats are off by 1e-6
+    x[0, 3] = torch.inf
+    torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def test_products_in_four_bits_have_no_guards() -> None:
+    guards = []
+    for bits in (4, 8):
+        fast = intarsia.compile(
+            Compressed(128, 64, 64, bits).eval(),
+            (torch.randn(3, 128),),
+            engines=["onnxruntime"],
+            min_block_size=1,
+        )
+        guards.append(fast.inlay.steps[0].program.program.guards)
+    assert not guards[0]
+    assert guards[1]

@@ -81,3 +81,28 @@ print(held() - before)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     # The weights are 8 MB, packed once more: a module kept whole would cost 16 MB each.
     assert int(ran.stdout) < (32 << 20) + compiles * (1 << 20)
+
+
+@needs_proc
+def test_weights_in_few_bits_are_held_by_the_model_and_the_engine_alone() -> None:
+    """Neither by the answers that were compared, nor by what a compile freed."""
+    code = """
+import gc, resource, torch, intarsia
+from torch import nn
+from tests.layouts import Compressed
+from tests.load.test_memory import resident
+def once(layers):
+    model = nn.Sequential(*(Compressed(1024, 1024, 128, 4) for _ in range(layers))).eval()
+    size = sum(buffer.nbytes for buffer in model.buffers())
+    gc.collect()
+    before = resident()
+    fast = intarsia.compile(model, (torch.randn(4, 1024),), engines=["onnxruntime"], min_block_size=1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (resident() - before) / size, (peak - before) / size
+once(4)
+print(*once(64))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    after, peak = map(float, ran.stdout.split())
+    assert after < 1.7, ran.stdout  # times the model's own; a copy of the engine's is one of them
+    assert peak < 4, ran.stdout

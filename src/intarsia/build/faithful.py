@@ -151,7 +151,7 @@ def examples_of(
     examples: list[Example] = []
     for call, graph_inputs, answer in calls:
         try:
-            examples.append(Example(call, graph_inputs, answer or judge.answer(call)))
+            examples.append(Example(call, graph_inputs, (answer or judge.answer(call)).of(lowered)))
         except Exception as error:  # the model itself has no answer here: there is nothing to compare
             sizes = ", ".join(str(tuple(x.shape)) for x in graph_inputs if isinstance(x, torch.Tensor))
             notes.append(
@@ -180,7 +180,7 @@ def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> l
 def judged_example(judge: Judge, lowered: Lowered, example: Example) -> Example:
     """The example with the model's answer and the graph's."""
     case = _case(judge, lowered, example.call)
-    return replace(example, truth=judge.answer(example.call), case=case)
+    return replace(example, truth=judge.answer(example.call).of(lowered), case=case)
 
 
 def _case(judge: Judge, lowered: Lowered, call: Call) -> Case:

@@ -7,7 +7,7 @@ or a path that capture does not take. It costs one eager run for each example.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,11 @@ class Answer:
     inputs: list[Any]
     buffers: dict[str, torch.Tensor]
 
+    def of(self, lowered: Lowered) -> Answer:
+        """The same without buffers that the graph does not write to: who holds it would hold all weights."""
+        written = {output.target for output in lowered.outputs if output.role is Role.BUFFER}
+        return replace(self, buffers={name: b for name, b in self.buffers.items() if name in written})
+
     def in_graph_order(self, lowered: Lowered) -> list[Any]:
         """The same as the lowered graph returns it: what is written back where, and the results."""
         leaves = iter(self.leaves)
@@ -59,12 +64,12 @@ class Judge:
         """The answer of the model, or of `function` in its place (the compiled module, for example)."""
         args, kwargs = copied_call(call)
         flat = pytree.tree_leaves((args, kwargs))
-        with undisturbed(self.model):
+        with undisturbed(self.model) as held:
             results = (self.model if function is None else function)(*args, **kwargs)
             leaves, structure = pytree.tree_flatten(open_objects(results))
             # What is returned may lie in a buffer, which is about to be put back.
             leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
-            buffers = {name: buffer.detach().clone() for name, buffer in self._state()}
+            buffers = {name: held(buffer) for name, buffer in self._state()}
         return Answer(leaves, structure, flat, buffers)
 
     def answer_if_any(self, call: Call) -> Answer | None:

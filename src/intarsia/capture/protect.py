@@ -6,13 +6,14 @@ import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from intarsia.capture.example import Call, copied_call
 from intarsia.errors import CaptureError
@@ -38,21 +39,41 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+# Large integers that a run did not write to, and their version then: weights in few bits, mostly. Until they
+# are written to, a further run of the model is not preceded by a copy of them. A copy took as much memory as
+# the model at each run, and all the time while plans were measured.
+_READ_ONLY: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+_LARGE = 1 << 18  # bytes
+_SHORT = frozenset({torch.int8, torch.uint8, torch.int32})
+
+
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """The model in evaluation, without gradients; its attributes, its buffers and the random state come back.
 
     Attributes that are replaced come back, and tensors that are written to; a list or another object that a
     model appends to in `forward` is not restored, just as capture does not see it.
+
+    What it yields gives what a tensor of the model holds, for use after its end: a copy if that has changed.
+    CaptureError if integers of many bytes change that an earlier run has left alone.
     """
     # The tables of TorchScript's modules are no dictionaries.
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     attributes = [_attributes(module) for module in modules]
-    written = [(tensor, tensor.detach().clone(), _count(tensor)) for tensor in _state(modules)]
+    state = _state(modules)
+    written = [(t, t.detach().clone(), _count(t)) for t in state if not _is_read_only(t)]
+    copies = {id(tensor): (before, count) for tensor, before, count in written}
+    read_only = {id(tensor): tensor for tensor in state if id(tensor) not in copies}
+
+    def held(tensor: torch.Tensor) -> torch.Tensor:
+        before, count = copies.get(id(tensor), (None, None))
+        same = id(tensor) in read_only or (before is not None and not _is_written(tensor, before, count))
+        return tensor.detach() if same else tensor.detach().clone()
+
     devices = [*range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     try:
         with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=devices):
-            yield
+            yield held
     finally:
         for module, (plain, tables) in zip(modules, attributes, strict=True):
             _restore(module.__dict__, plain)
@@ -60,8 +81,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 _restore(module.__dict__[name], table)
         with torch.no_grad():
             for tensor, before, count in written:
-                if _count(tensor) != count or (count is None and not _identical(tensor, before)):
+                if _is_written(tensor, before, count):
                     tensor.copy_(before)
+                elif _is_large_integers(tensor):
+                    _READ_ONLY[tensor] = tensor._version
+    if not all(map(_is_read_only, read_only.values())):
+        raise CaptureError(
+            "the model writes to a large buffer of integers that it did not write to in an earlier run"
+        )
 
 
 def initialized(model: Any, call: Call) -> list[str]:
@@ -106,6 +133,19 @@ def _state(modules: list[nn.Module]) -> list[torch.Tensor]:
     held = [value for m in modules for value in (*m._buffers.values(), *m.__dict__.values())]
     by_identity = {id(t): t for t in held if isinstance(t, torch.Tensor) and not t.is_meta}
     return [part for tensor in by_identity.values() for part in plain_tensors(tensor)]
+
+
+def _is_large_integers(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_inference()  # the others have no version
+    return is_plain and tensor.dtype in _SHORT and tensor.nbytes >= _LARGE
+
+
+def _is_read_only(tensor: torch.Tensor) -> bool:
+    return _is_large_integers(tensor) and _READ_ONLY.get(tensor) == tensor._version
+
+
+def _is_written(tensor: torch.Tensor, before: torch.Tensor, count: int | None) -> bool:
+    return _count(tensor) != count or (count is None and not _identical(tensor, before))
 
 
 def _count(tensor: torch.Tensor) -> int | None:

@@ -65,6 +65,7 @@ from intarsia.logs import LOG, log_refusals, stage
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import example_inputs
+from intarsia.memory import release_freed
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Plan, SupportTable
 from intarsia.partition.constrain import unmatched_chains
@@ -155,8 +156,15 @@ class CompileJob:
 
     def run(self) -> Compiled:
         """The compiled module."""
+        try:
+            return self._run()
+        finally:
+            release_freed()
+
+    def _run(self) -> Compiled:
         captured = self.capture()
         graph = self.lower(captured)
+        release_freed()
         cache = self.cache_entry(graph)
         earlier = cache.module(self._module, graph.lowered)
         if earlier is not None:

@@ -76,6 +76,7 @@ class OnnxRuntime(NetworkEngine):
     name: ClassVar[str] = "onnxruntime"
     libraries: ClassVar[tuple[str, ...]] = ("onnxruntime",)
     file_suffix: ClassVar[str] = ".onnx"
+    rounds_before_packed: ClassVar[bool] = False  # activations, where weights came in few bits
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
@@ -136,7 +137,7 @@ class OnnxRuntime(NetworkEngine):
         from intarsia.engines.onnxruntime.nbits import with_halved_bytes
 
         try:
-            net = with_halved_bytes(net) if self.device == "cpu" else net
+            net = with_halved_bytes(net) if self.device == "cpu" and not self.rounds_before_packed else net
             model = self._guarded(net)
             shared = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
             shared |= {name: value for name, (value, _) in model.on_gpu.items()}

@@ -23,6 +23,7 @@ from intarsia.engines.onnxruntime.corrections import (
     keep_casts_apart,
     keep_signed_zeros,
 )
+from intarsia.engines.onnxruntime.nbits import is_half
 from intarsia.engines.onnxruntime.session import OUTPUT
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
@@ -212,7 +213,7 @@ class OnnxRuntimeLimits:
             return FINITE  # a window of minus infinity gives no place
         if kind == "MaxPool":
             return _ABOVE  # of a window of minus infinity it gives the least finite number
-        if kind == "com.microsoft::MatMulNBits":  # of weights in 8 bits two halves are added: inf - inf
+        if is_half(layer):  # inf - inf, where the two halves are added
             return FINITE if index == 0 else None
         if kind in _LOSES_NAN:
             return _NUMBERS
@@ -240,6 +241,8 @@ class RoundedProductLimits(OnnxRuntimeLimits):
     """Of kernels that round activations to integers, besides."""
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
+        if layer.kind == "com.microsoft::MatMulNBits" and index == 0:
+            return FINITE
         return of_rounded_product(layer, index) or super().floats(layer, index)
 
 

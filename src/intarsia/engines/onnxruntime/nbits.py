@@ -60,6 +60,9 @@ def with_short_weights(net: Network, *, bits: int, block: int) -> tuple[Any, Wei
     nodes: list[NodeProto] = []
     size = 0
     for node in proto.graph.node:
+        for attribute in node.attribute if node.op_type == "MatMulNBits" else ():  # weights that came short
+            if attribute.name == "accuracy_level":
+                attribute.i = _INTEGER_PRODUCTS
         matrix = _matrix(node, weights) if ranks.get(node.input[0] if node.input else "", 0) >= 2 else None
         if matrix is None:
             nodes.append(node)
@@ -150,6 +153,16 @@ def with_halved_bytes(net: Network) -> Network:
             copy.remove(layer)
     copy.drop_unused_constants()
     return copy
+
+
+def is_half(layer: Layer) -> bool:
+    """Whether a product in 4 bits may be one of two that are added for a weight in 8 bits."""
+    if layer.kind != f"{_DOMAIN}::MatMulNBits":
+        return False
+    x, result = layer.node.inputs[0], layer.node.outputs[0]
+    sums = (use.node for use in result.uses() if use.node.op_type == "Add")
+    others = (value.producer() for node in sums for value in node.inputs if value not in (None, result))
+    return any(o is not None and o.op_type == layer.node.op_type and o.inputs[0] is x for o in others)
 
 
 def _is_product_of_bytes(layer: Layer) -> bool:

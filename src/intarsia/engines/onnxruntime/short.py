@@ -102,6 +102,7 @@ _TOOL = "onnxruntime.quantization.matmul_nbits_quantizer"
 
 class _ShortWeights(OnnxRuntime):
     based_on: ClassVar[str | None] = "onnxruntime"
+    rounds_before_packed: ClassVar[bool] = True
     bits: ClassVar[int]
     block: ClassVar[int]  # weights of a column that share a scale
 
