@@ -35,6 +35,8 @@ def test_who_is_far_behind_leaves() -> None:
     log: list[str] = []
     peers = {"quick": _sleeping(0.01, "quick", log), "slow": _sleeping(0.3, "slow", log)}
     took = race(peers, rounds=5, warmup=0, budget_s=20, drop=3.0)
+    assert took["quick"].rounds == 5 and took["slow"].rounds == 2
+    took = race(peers, rounds=5, warmup=1, budget_s=20, drop=3.0)  # a long call to warm up is the other one
     assert took["quick"].rounds == 5 and took["slow"].rounds == 1
 
 

@@ -16,6 +16,7 @@ from intarsia.choose import mixes
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
 from intarsia.choose.findings import BlockCost
 from intarsia.choose.mixes import calibrated, path_cost, promising_mixes
+from intarsia.choose.search import Search
 from intarsia.convert import registry
 from intarsia.lower.generalize import lower_model
 
@@ -55,6 +56,10 @@ def _graph(model: nn.Module) -> fx.GraphModule:
         model.eval(), (X,), {}, None, has_converter=registry.__contains__, drop_guards=False
     )
     return lowered.module
+
+
+def _six(module: fx.GraphModule) -> Blocks | None:
+    return find_blocks(module, (), 6)
 
 
 def _blocks(most: int = 6) -> Blocks:
@@ -198,3 +203,22 @@ def test_a_mix_that_wins_is_returned_and_remembered(table: dict[str, int]) -> No
     deeper = Net(layers=7).eval()
     intarsia.compile(deeper, (X,), engines=["openvino", "onnxruntime"], partition=measured, min_block_size=1)
     assert table["blocks"] == counts["blocks"] and table["races"] > counts["races"]
+
+
+@pytest.mark.openvino
+@pytest.mark.parametrize("budget_s", [None, 200])
+def test_without_a_budget_equal_layers_are_measured_only_on_engines_near_the_best(
+    table: dict[str, int], monkeypatch: pytest.MonkeyPatch, budget_s: float | None
+) -> None:
+    def race(calls: dict[str, object], *_: object, **__: object) -> dict[str, tuple[float, ...]]:
+        return {name: (1.0 if name.startswith("openvino") else 1.4,) * 4 for name in calls}
+
+    monkeypatch.setattr("intarsia.choose.search.race_plans", race)
+    # On a busy machine, what is left of a short compile is too little for blocks.
+    monkeypatch.setattr(Search, "_affordable_blocks", lambda search, _: _six(search.workshop.builder.module))
+    monkeypatch.setattr(Search, "_enough", lambda *_: False)
+    engines, measured = ["openvino", "onnxruntime"], intarsia.Measured(budget_s=budget_s, candidates=())
+    fast = intarsia.compile(Net().eval(), (X,), engines=engines, partition=measured, min_block_size=1)
+    found = fast.plan.findings
+    left_out = any(reason.startswith("mixes: one engine leads") for reason in found.left_out)
+    assert left_out is (budget_s is None) and bool(table["blocks"]) is not left_out

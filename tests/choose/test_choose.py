@@ -409,7 +409,7 @@ def test_a_last_race_on_a_busy_machine_is_run_again(
     monkeypatch.setattr(search, "race_plans", raced)
     monkeypatch.setattr(search.Search, "_fits_a_race", lambda *_: True)
     fast = _compile(model, Measured(budget_s=60, candidates=[intarsia.OpenVINO(threads=1)]))
-    assert [len(names) for names in races.log] == [4, len(races.log[1]), len(races.log[1])]
+    assert len(races.log[0]) == 4 and sorted(races.log[2]) == sorted([*races.log[1], "onnxruntime"])
     found = json.loads(fast.plan.to_json())["measured"]
     times = {trial["name"]: trial["seconds"][0] for trial in found["trials"]}
     assert found["chosen"] == "openvino" and times["openvino"] == 1.0 and times["onnxruntime"] == 1.4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,34 @@ def test_a_load_that_begins_during_the_race_favours_nobody_who_left_it(busy_from
 def test_scattered_hiccups_do_not_decide(hiccups: set[int], times: list[float]) -> None:
     plans = dict(zip("abc", times, strict=True))
     assert plans[_kept(Machine(sorted(hiccups)), plans, rounds=20, budget_s=60.0)] == 0.010
+
+
+def test_one_slow_round_drops_nobody_for_good() -> None:
+    """Mixtral: the best plan met another program's load in its first round, and a worse one was kept."""
+    machine = Machine()
+    table = {"best": [1.30, 2.60, 1.30, 1.30], "other": [2.01] * 4, "quick": [1.40] * 4}
+
+    def call(name: str) -> Callable[[], None]:
+        took = iter(table[name])
+
+        def run() -> None:
+            machine.now += next(took)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_now", lambda: machine.now)
+        patch.setattr(timing.time, "sleep", machine.sleep)
+        calls = {name: call(name) for name in table}
+        took = timing.race(calls, rounds=3, budget_s=60.0, warmup=1, drop=1.6)
+    assert took["best"].seconds == pytest.approx((2.60, 1.30, 1.30))
+
+
+def test_a_race_ends_once_it_is_decided_and_three_rounds_are_run() -> None:
+    log: list[str] = []
+    race = partial(timing.race, rounds=9, warmup=0, is_decided=lambda running: "a" in running)
+    assert race({"a": lambda: log.append("a")})["a"].rounds == 3
+    assert race({"b": lambda: log.append("b")})["b"].rounds == 9
 
 
 def test_a_slow_peer_is_dropped_after_one_round_and_a_quick_one_after_two() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intarsia.choose.findings import Entry, is_faster, winner
+from intarsia.choose.findings import Entry, is_decided, is_faster, winner
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,40 @@ def test_rounds_are_compared_in_pairs() -> None:
     drifting = (1.0, 2.0, 4.0, 8.0)
     one = Entry("one", 2, tuple(0.95 * s for s in drifting))
     assert is_faster(one, Entry("other", 1, drifting))
+
+
+@given(entries(), st.integers(0, 6), st.data())
+def test_a_race_that_is_decided_would_have_ended_alike(
+    plans: list[Entry], left: int, data: st.DataObject
+) -> None:
+    """Whatever the rounds that are left would show, unless another plan is ahead by far in the end."""
+    kept, run = winner(plans), data.draw(st.integers(0, left))
+    if not is_decided(plans, len(kept.seconds) + left):
+        return
+    whole = [
+        replace(plan, seconds=plan.seconds + tuple(data.draw(st.lists(times, min_size=run, max_size=run))))
+        for plan in plans
+    ]
+    (same,) = [plan for plan in whole if plan.name == kept.name]
+    assert winner(whole).name == kept.name or any(plan.median * 1.3 < same.median for plan in whole)
+
+
+@pytest.mark.parametrize(
+    ("simple", "other", "decided"),
+    [
+        ((1.0, 1.0, 1.0), (1.1, 1.1, 1.1), True),  # three of nine are lost: it cannot win seven any more
+        ((1.0, 1.0, 1.0), (1.1, 1.1, 0.9), False),
+        ((1.0, 1.0, 1.0, 1.0, 1.0), (1.1, 0.9, 1.1, 0.9, 1.1), True),
+        ((1.0, 1.0, 1.0), (0.9, 0.9, 0.9), False),
+    ],
+)
+def test_a_race_of_nine_rounds_ends_where_the_simplest_plan_stays(
+    simple: tuple[float, ...], other: tuple[float, ...], decided: bool
+) -> None:
+    plans = [Entry("one", 1, simple), Entry("mix", 2, other)]
+    assert is_decided(plans, rounds=9) is decided
+    variant = [Entry("usual", 1, simple), Entry("option", 1, other, options=1)]
+    assert is_decided(variant, rounds=9) is decided
+    # Of two engines the usual one stays; without one the better median decides, which may still change.
+    assert is_decided([Entry("a", 1, other), Entry("b", 1, simple)], rounds=9, usual="b") is decided
+    assert not is_decided([Entry("a", 1, other), Entry("b", 1, simple)], rounds=9)

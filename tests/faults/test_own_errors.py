@@ -33,6 +33,7 @@ STAGES: list[tuple[str, str, dict[str, Any]]] = [
     ("build", "assembler.Compiled", {}),
     ("choose", "choose", {"partition": Measured(budget_s=1)}),
     ("verify", "whole_fault", {}),
+    ("store", "CacheEntry.store", {}),
     ("finish", "Refit", {}),
 ]
 
@@ -54,7 +55,7 @@ def test_an_unexpected_error_of_any_stage(
     stage: str, function: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = net()
-    place = function if "." in function else f"job.{function}"
+    place = function if function.startswith("assembler.") else f"job.{function}"
     monkeypatch.setattr(f"intarsia.compiler.{place}", boom)
     where = rf"unexpected error in stage '{stage}' at intarsia/\S+\.py:\d+: Boom: it fell over"
     with pytest.warns(UserWarning, match=where) as caught:
@@ -66,6 +67,16 @@ def test_an_unexpected_error_of_any_stage(
     for strict in ({"fallback": "error"}, {"require_full_compilation": True}):
         with pytest.raises(Boom, match="it fell over"):
             intarsia.compile(model, (X,), **options, **strict)
+
+
+def test_an_unexpected_error_where_training_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "training_difference", boom)
+    model = net()
+    with pytest.warns(UserWarning, match="where training is compared with evaluation: .*Boom: it fell over"):
+        fast = intarsia.compile(model, (X,))
+    torch.testing.assert_close(fast(X), model(X).detach())
+    with pytest.raises(Boom, match="it fell over"):
+        intarsia.compile(model, (X,), fallback="error")
 
 
 class Branches(nn.Module):

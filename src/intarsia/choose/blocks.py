@@ -62,6 +62,11 @@ class Blocks:
         return [contents(piece.module) for piece in self.pieces]
 
     @property
+    def is_repetitive(self) -> bool:
+        """Whether most blocks are equal, as the layers of a transformer are."""
+        return 2 * max(map(self.digests.count, self.digests)) > len(self)
+
+    @property
     def share(self) -> float:
         """How much of the graph's work the different blocks hold."""
         weight = [sum(map(work, segment.nodes)) for segment in self.plan.segments]

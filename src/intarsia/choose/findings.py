@@ -78,6 +78,25 @@ def is_faster(one: Entry, other: Entry) -> bool:
     return len(rounds) >= _SHOWS_SPREAD and one.median < other.median and 4 * won >= 3 * len(rounds)
 
 
+def is_decided(entries: Sequence[Entry], rounds: int, usual: str = "") -> bool:
+    """Whether the rest of so many `rounds` need not be run: the simplest plan is kept.
+
+    Every other plan has lost so many rounds to it that it cannot win three of four any more, and none is
+    ahead by far.
+
+    >>> one, mix = Entry("one", 1, (1.0, 1.1, 1.0)), Entry("mix", 3, (1.1, 1.2, 1.1))
+    >>> is_decided([one, mix], rounds=9), is_decided([one, mix], rounds=20)
+    (True, False)
+    """
+    simplest, *others = sorted(entries, key=lambda entry: (*entry.size, entry.name != usual))
+    for other in others:
+        lost = sum(a < b for a, b in zip(simplest.seconds, other.seconds, strict=True))
+        is_as_simple = other.size == simplest.size and simplest.name != usual
+        if is_as_simple or 4 * (rounds - lost) >= 3 * rounds or is_faster(other, simplest):
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class Trial:
     """One plan, measured end to end. `blocks` names the engine of every block; a plan by one engine has none.

@@ -38,6 +38,7 @@ def race_plans(
     drop: float = math.inf,
     failed: dict[str, Exception] | None = None,
     known_s: Mapping[str, float] | None = None,
+    is_decided: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
 ) -> dict[str, tuple[float, ...]]:
     """Seconds of every plan in every round; for throughput, of a call its share of them. See `race`.
 
@@ -56,6 +57,7 @@ def race_plans(
             drop=drop,
             failed=failed,
             known_s=known_s,
+            is_decided=is_decided,
         )
 
     with torch.no_grad():

@@ -69,9 +69,14 @@ def compile_with(
             raise (error.__cause__ or error) from None
         warn(f"the model runs as it is, in PyTorch: {error}")
         return model_as_it_is(model, str(error))
-    with kept_random_state():
-        example = resolve_call(model, args, kwargs or {}, dynamic_shapes)
-        training = training_difference(model, (example[0], example[1]))
+    try:
+        with kept_random_state():
+            example = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+            training = training_difference(model, (example[0], example[1]))
+    except Exception as error:
+        if options.is_strict:
+            raise
+        training = f"unexpected error where training is compared with evaluation: {internal_error(error)}"
     if training is not None:
         warn(training, DifferenceWarning)
     for difference in compiled.differences:
