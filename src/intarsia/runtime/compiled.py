@@ -282,13 +282,11 @@ class Compiled(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The common call, plain tensors of fixed shape and no hooks, is checked and run right here: a model
         # of a hundred microseconds feels every further step.
-        # A trace would take this call's result for a constant.
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise InputError(NOT_TRACED)
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            from intarsia.runtime.untraced import (
-                untraced,
-            )  # loads Dynamo, which loading a module does without
+            # Imports Dynamo, which a process that only loads files does without.
+            from intarsia.runtime.untraced import untraced
 
             return untraced(self, args, kwargs)
         fit = self._fit
