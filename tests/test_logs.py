@@ -85,7 +85,10 @@ def test_onnx_runtime_sends_no_telemetry() -> None:
 def test_a_terminal_shows_the_stage() -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen([sys.executable, "-c", SCRIPT], stderr=theirs, env=environment) as process:
+    script = SCRIPT.replace(
+        "torch.nn.GELU()", "*[torch.nn.GELU() for _ in range(40)]"
+    )  # long enough to be drawn
+    with subprocess.Popen([sys.executable, "-c", script], stderr=theirs, env=environment) as process:
         os.close(theirs)
         shown = b""
         while True:

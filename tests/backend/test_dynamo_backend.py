@@ -119,7 +119,7 @@ def test_weights_made_in_inference_mode_are_inputs() -> None:
         agree(fast, model, x)
         model[0].weight.mul_(2)  # type: ignore[operator,union-attr]
         agree(fast, model, x)
-    assert any("made in inference mode" in note for note in only().notes) and only().programs == 1
+    assert any("created in inference mode" in note for note in only().notes) and only().programs == 1
 
 
 @torch.no_grad()

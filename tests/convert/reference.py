@@ -52,6 +52,7 @@ REASONS = {
 _MEMORY = "says how memory lies, which a tensor inside an engine does not have"
 _GRADIENT = "a gradient: only a training graph has it, and a compiled module gives none"
 CORE_REASONS = {
+    "aten.sym_is_contiguous.default": _MEMORY,
     "aten.sym_stride.int": _MEMORY,
     "aten.sym_storage_offset.default": _MEMORY,
     **dict.fromkeys(

@@ -41,7 +41,7 @@ def plain() -> nn.Module:
 def test_compiling_under_autocast_is_refused(door) -> None:
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(InputError, match=r"torch\.autocast\('cpu', torch\.bfloat16\) is on around compiling"),
+        pytest.raises(InputError, match=r"torch\.autocast\('cpu', torch\.bfloat16\) is on while compiling"),
     ):
         door(plain(), (X,))
 

@@ -80,7 +80,7 @@ def train_rank(job: Job, options: Training, echo: Echo) -> list[float] | None:
         if plain is not None and step == before:
             worst = _largest_difference(pipe, plain, job, batch)
             echo(
-                f"rank {rank}: stages {pipe.held}, gradients equal the plain model's (difference {worst:.1e})"
+                f"rank {rank}: stages {sorted(pipe.parts)}, gradients equal the plain model's (difference {worst:.1e})"
             )
         optimizer.step()
         losses.append(float("nan") if result.loss is None else float(result.loss))

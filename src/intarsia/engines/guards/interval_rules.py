@@ -244,6 +244,12 @@ def _data(layer: Layer) -> Tensor:
     return x
 
 
+def _updates(layer: Layer) -> Tensor:
+    updates = layer.get_inputs(2)[0]
+    assert updates is not None
+    return updates
+
+
 def _count(tensor: Tensor, axes: Sequence[int] | None = None) -> int:
     """How many elements there are along some axes, or a number beyond any that fits a machine."""
     sizes = tensor.shape if axes is None else [tensor.shape[axis] for axis in axes]
@@ -255,7 +261,10 @@ _SOURCES = {"Pad": (0, 2), "ScatterElements": (0, 2), "ScatterND": (0, 2)}  # of
 
 @_ranges_of(*(MOVES_DATA - {"Concat", "Where"}), "ReduceMax", "ReduceMin")
 def _moved(layer: Layer, operands: Operands) -> Sequence[Interval]:
-    if layer.attribute("reduction", "none") not in ("none", "max", "min"):
+    reduction, updates = layer.attribute("reduction", "none"), operands[-1]
+    if reduction == "add" and updates is not None:  # as many as there are may meet in one element
+        return [_first(operands) + _sum(_count(_updates(layer)), updates)]
+    if reduction not in ("none", "max", "min"):
         return [whole(layer.get_outputs(0)[0].dtype)]
     sources = [operands[place] for place in _SOURCES.get(layer.kind, (0,)) if place < len(operands)]
     interval = functools.reduce(Interval.__or__, [source for source in sources if source is not None])

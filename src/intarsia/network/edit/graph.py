@@ -42,18 +42,18 @@ class EditableGraph:
         self.origin: dict[str, str] | None = None  # where new layers come from: module path, source line
         self.made: list[ir.Node] | None = None  # given every new layer: those of the functional that runs now
         # Every name that was ever taken, and the last number appended to it.
-        self._names: dict[str, int] = {} if within is None else within._names
+        self.names: dict[str, int] = {} if within is None else within.names
         self._by_name: dict[str, ir.Node] = {}
         self._read_names()
 
     def _read_names(self) -> None:
         """Take the names of a graph that was made or edited elsewhere."""
         for value in (*self.graph.inputs, *self.graph.initializers.values()):
-            self._names.setdefault(str(value.name), 0)
+            self.names.setdefault(str(value.name), 0)
         for node in self.graph:
             for value in node.outputs:
-                self._names.setdefault(str(value.name), 0)
-            self._names.setdefault(str(node.name), 0)
+                self.names.setdefault(str(value.name), 0)
+            self.names.setdefault(str(node.name), 0)
             take_bodies(node, only_free=True)
         self._by_name = {str(node.name): node for node in self.graph}
 
@@ -62,7 +62,7 @@ class EditableGraph:
         if len(self.graph) != len(self.order):  # nodes came or went directly
             self.order.relabel()
             self._read_names()
-        names = self._names
+        names = self.names
         if hint not in names:
             names[hint] = 0
             return hint
