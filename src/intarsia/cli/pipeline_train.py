@@ -79,9 +79,8 @@ def train_rank(job: Job, options: Training, echo: Echo) -> list[float] | None:
         result = pipe.step(*args, target=target, **kwargs)
         if plain is not None and step == before:
             worst = _largest_difference(pipe, plain, job, batch)
-            echo(
-                f"rank {rank}: stages {sorted(pipe.parts)}, gradients equal the plain model's (difference {worst:.1e})"
-            )
+            agreement = f"gradients equal the plain model's (difference {worst:.1e})"
+            echo(f"rank {rank}: stages {sorted(pipe.parts)}, {agreement}")
         optimizer.step()
         losses.append(float("nan") if result.loss is None else float(result.loss))
         if pipe.is_last:
