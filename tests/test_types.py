@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +16,19 @@ pytest.importorskip("pyright", reason="pyright, of the extra dev, measures it")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_at_least_95_percent_of_what_is_exported_has_a_known_type() -> None:
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
-    verified = subprocess.run(
-        [*command, "--verifytypes", "intarsia", "--ignoreexternal"], capture_output=True, text=True
-    )
+    # With --verifytypes, pyright 1.1.414 asks the first `python` of PATH where packages are.
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--verifytypes",
+        "intarsia",
+        "--ignoreexternal",
+    ]
+    environment = {**os.environ, "PATH": folders}
+    verified = subprocess.run(command, capture_output=True, text=True, env=environment)
     report = json.loads(verified.stdout)["typeCompleteness"]
     unknown = [symbol["name"] for symbol in report["symbols"] if not symbol["isTypeKnown"]]
     assert report["completenessScore"] >= 0.95, unknown[:50]
