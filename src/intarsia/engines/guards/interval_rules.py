@@ -28,14 +28,12 @@ from intarsia.engines.guards.intervals import (
     weight_sum,
     whole,
 )
-from intarsia.network import dtypes
-from intarsia.network.network import Layer, Tensor
+from intarsia.network import Layer, Tensor, dtypes
 from intarsia.network.ops import MOVES_DATA, MULTIPLIES_WEIGHTS, NORMALIZES, OPS
 
 _SQUARES_FIT = 1e18  # the square of a larger number may be infinite
-# More elements than any tensor that fits a machine's memory, and the largest size along one dimension.
-_MOST_ELEMENTS = 2**40
-_LONGEST = 2**31 - 1
+_MOST_ELEMENTS = 2**40  # more than any tensor that fits a machine's memory has
+_LONGEST = 2**31 - 1  # the largest size along one dimension
 
 # An operand is None where the layer has none, and for a weight, which the rule looks at itself.
 
@@ -238,16 +236,10 @@ def _first(operands: Operands) -> Interval:
     return operands[0]
 
 
-def _data(layer: Layer) -> Tensor:
-    x = layer.get_inputs(0)[0]
+def _data(layer: Layer, place: int = 0) -> Tensor:
+    x = layer.get_inputs(place)[0]
     assert x is not None
     return x
-
-
-def _updates(layer: Layer) -> Tensor:
-    updates = layer.get_inputs(2)[0]
-    assert updates is not None
-    return updates
 
 
 def _count(tensor: Tensor, axes: Sequence[int] | None = None) -> int:
@@ -263,7 +255,7 @@ _SOURCES = {"Pad": (0, 2), "ScatterElements": (0, 2), "ScatterND": (0, 2)}  # of
 def _moved(layer: Layer, operands: Operands) -> Sequence[Interval]:
     reduction, updates = layer.attribute("reduction", "none"), operands[-1]
     if reduction == "add" and updates is not None:  # as many as there are may meet in one element
-        return [_first(operands) + _sum(_count(_updates(layer)), updates)]
+        return [_first(operands) + _sum(_count(_data(layer, 2)), updates)]
     if reduction not in ("none", "max", "min"):
         return [whole(layer.get_outputs(0)[0].dtype)]
     sources = [operands[place] for place in _SOURCES.get(layer.kind, (0,)) if place < len(operands)]
