@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, Product, ValueGuard
 from intarsia.engines.guards.planner import FINITE, LOOKED_AT, plan_guards
@@ -97,7 +98,7 @@ def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
     computed: list[AnyGuard] = []
     limits: list[float] = []
     numbers: list[str] = []
-    nodes = _Nodes(model.graph)
+    nodes = AppendedNodes(model.graph, CHECKS)
     for guard in guards.all():
         if isinstance(guard, ValueGuard) and guard.tensor in inputs:
             on_inputs.setdefault(guard.tensor, []).append(guard)
@@ -112,7 +113,7 @@ def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
     return Checks(on_inputs, computed, np.array(limits, dtype=np.float32))
 
 
-def _number(nodes: _Nodes, guard: AnyGuard, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+def _number(nodes: AppendedNodes, guard: AnyGuard, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
     """A number, and the most it may be; NaN is more than anything.
 
     MNN's Abs, Max and Min lose NaN. A product and a sum keep it, and `GreaterOrEqual` of it is false.
@@ -139,25 +140,3 @@ def _number(nodes: _Nodes, guard: AnyGuard, tensors: Mapping[str, Tensor]) -> tu
 
 def _bound(number: float, dtype: type) -> np.ndarray[Any, Any]:
     return np.array(number if dtype is np.float32 else int(number), dtype)
-
-
-class _Nodes:
-    """Appends nodes and constants to a model, each under a new name."""
-
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-        self._count = 0
-
-    def add(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        name = self._name()
-        self._graph.node.append(helper.make_node(kind, inputs, [name], **attributes))
-        return name
-
-    def constant(self, array: np.ndarray[Any, Any]) -> str:
-        name = self._name()
-        self._graph.initializer.append(numpy_helper.from_array(array, name))
-        return name
-
-    def _name(self) -> str:
-        self._count += 1
-        return f"{CHECKS}_{self._count}"

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, ValueGuard
 from intarsia.engines.guards.planner import FINITE, LOOKED_AT, of_rounded_product, plan_guards
@@ -256,7 +257,7 @@ def add_checks(net: Network, model: Any, guards: Guards, *, look_at_inputs: bool
     on_inputs: dict[str, list[ValueGuard]] = {}
     computed: list[AnyGuard] = []
     limits: list[float] = []
-    nodes = _Nodes(model.graph)
+    nodes = AppendedNodes(model.graph, OUTPUT)
     numbers = []
     for guard in guards.all():
         if not isinstance(guard, ValueGuard):
@@ -280,7 +281,7 @@ def _all_values(net: Network) -> list[ir.Value]:
     return [*(tensor.value for tensor in net.get_inputs()), *outputs]
 
 
-def _number(nodes: _Nodes, guard: ValueGuard, dtype: ir.DataType | None) -> tuple[str, float]:
+def _number(nodes: AppendedNodes, guard: ValueGuard, dtype: ir.DataType | None) -> tuple[str, float]:
     """A number, and the most it may be; NaN is more than anything."""
     x = guard.tensor
     if dtype != ir.DataType.FLOAT:
@@ -294,25 +295,3 @@ def _number(nodes: _Nodes, guard: ValueGuard, dtype: ir.DataType | None) -> tupl
     inside = nodes.add("LessOrEqual", size, nodes.constant(np.array(guard.high, np.float32)))
     misses = nodes.add("Cast", nodes.add("Not", inside), to=TensorProto.FLOAT)
     return nodes.add("ReduceMax", misses, keepdims=0), 0.5
-
-
-class _Nodes:
-    """Appends nodes and constants to a model, each under a new name."""
-
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-        self._count = 0
-
-    def add(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        name = self._name()
-        self._graph.node.append(helper.make_node(kind, inputs, [name], **attributes))
-        return name
-
-    def constant(self, array: np.ndarray[Any, Any]) -> str:
-        name = self._name()
-        self._graph.initializer.append(numpy_helper.from_array(array, name))
-        return name
-
-    def _name(self) -> str:
-        self._count += 1
-        return f"{OUTPUT}_{self._count}"
