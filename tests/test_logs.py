@@ -82,12 +82,11 @@ def test_onnx_runtime_sends_no_telemetry() -> None:
     assert done.returncode == 0 and "telemetry" not in done.stderr, done.stderr
 
 
-def test_a_terminal_shows_the_stage() -> None:
+def test_a_terminal_shows_the_stage(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    script = SCRIPT.replace(
-        "torch.nn.GELU()", "*[torch.nn.GELU() for _ in range(40)]"
-    )  # long enough to be drawn
+    # An empty cache: the time that the stages of another compile took says nothing about this one.
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "INTARSIA_CACHE": str(tmp_path)}
+    script = SCRIPT.replace("torch.nn.GELU()", "*[torch.nn.GELU() for _ in range(100)]")
     with subprocess.Popen([sys.executable, "-c", script], stderr=theirs, env=environment) as process:
         os.close(theirs)
         shown = b""

