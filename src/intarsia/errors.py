@@ -100,8 +100,18 @@ class PipelineError(IntarsiaError):
     """A pipeline stopped: a stage failed, or another process was lost."""
 
 
+def near_names(name: str, names: Iterable[str]) -> str:
+    """The end of a message: the names that are spelled much like `name`, or nothing.
+
+    >>> near_names("brt", ["bert", "vit"])
+    "; did you mean 'bert'?"
+    """
+    near = get_close_matches(name, sorted(set(names)), n=3)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
 def check_option_names(names: Iterable[str], known: Iterable[str], function: str) -> None:
-    """Raise OptionError, with a near name, for a keyword that the function does not have.
+    """Raise OptionError, with near names, for a keyword that the function does not have.
 
     >>> check_option_names(["sed"], ["seed", "mesh"], "distributed")
     Traceback (most recent call last):
@@ -111,6 +121,5 @@ def check_option_names(names: Iterable[str], known: Iterable[str], function: str
     known = list(known)
     for name in names:
         if name not in known:
-            near = get_close_matches(str(name), known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise OptionError(f"{function} has no option {name!r}; {hint}")
+            hint = near_names(str(name), known) or f"; its options are {', '.join(known)}"
+            raise OptionError(f"{function} has no option {name!r}{hint}")

@@ -158,7 +158,7 @@ def test_gradient_checkpointing_of_the_model_itself(reentrant):
         each.enable_input_require_grads()
     stages = split(model, (ids,), {"use_cache": False}, stages=2, by="memory")
     assert stages.report.checkpointed == tuple(f"transformer.h.{i}" for i in range(4))
-    assert not stages.report.unheeded
+    assert not stages.report.not_recomputed
     with keyed_random(0):
         least, want = kept_elements(plain, (ids,), {"use_cache": False})
         want.logits.square().mean().backward()

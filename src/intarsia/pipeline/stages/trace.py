@@ -1,4 +1,4 @@
-"""A model as one trainable graph, with its tensors named as the model names them."""
+"""A model as one trainable graph, whose tensors have the model's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from intarsia.pipeline.stages.signature import (
 
 @dataclass(frozen=True)
 class State:
-    """A tensor of the model: all the names it has there (more than one where weights are tied)."""
+    """A tensor of the model, with all its names (several if weights are tied)."""
 
     tensor: torch.Tensor
     names: tuple[str, ...]
@@ -45,22 +45,22 @@ class State:
 
     @property
     def bytes(self) -> int:
-        """The memory it takes."""
+        """The bytes of the tensor."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The captured graph, its states by placeholder, and how it is called."""
+    """The captured graph, its states by placeholder, and its signature."""
 
     graph: fx.Graph
-    module: fx.GraphModule  # holds the bodies of higher-order operators
+    module: fx.GraphModule  # has the bodies of higher-order operators
     states: Mapping[fx.Node, State]
     inputs: tuple[fx.Node, ...]
     signature: CallSignature
     training: bool
-    same: Mapping[Any, Any]  # symbols of the batch, and the one that stands for all of them
-    checkpointed: tuple[str, ...] = ()  # modules that the model itself computes again for their gradient
+    same: Mapping[Any, Any]  # the symbols of the batch, and the symbol that replaces all of them
+    checkpointed: tuple[str, ...] = ()  # modules that the model itself recomputes for their gradient
 
     @cached_property
     def line(self) -> Line:
@@ -71,7 +71,7 @@ class Trace:
         """The names of the buffers that a forward pass changes."""
         names = set()
         for node in self.line.nodes:
-            # Its schema holds for both modes; in evaluation it reads the statistics alone.
+            # The schema is the same for both modes; in evaluation, it only reads the statistics.
             if node.target is torch.ops.aten.batch_norm.default and not node.args[5]:
                 continue
             roots = {root for value in changed_values(node) for root in memory_of(value)}
@@ -79,7 +79,7 @@ class Trace:
         return tuple(sorted(names))
 
     def spec(self, node: fx.Node) -> TensorSpec:
-        """What the tensor of a node looks like."""
+        """The spec of a node's tensor."""
         return tensor_spec(node.name, node.meta["val"], self.same)
 
     def fakes(self, mode: FakeTensorMode, lengths: Mapping[str, int]) -> list[Any]:
@@ -101,7 +101,7 @@ class Trace:
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """The nodes whose values the model returns, in order of its tensor outputs."""
+        """The nodes that the model returns, in order of its tensor outputs."""
         (values,) = next(iter(reversed(self.graph.nodes))).args
         assert isinstance(values, tuple | list)
         return tuple(v for v in values if isinstance(v, fx.Node))
@@ -116,7 +116,7 @@ def trace(
     dynamic_shapes: Any = None,
     batch_dims: BatchDims | None = None,
 ) -> Trace:
-    """Capture `model` with the batch length left open where it can be, or the sizes of `dynamic_shapes`.
+    """Capture `model`, with a dynamic batch if possible, or with the sizes of `dynamic_shapes`.
 
     >>> t = trace(nn.Linear(2, 3), (torch.randn(4, 2),))
     >>> [n.name for n in t.line.nodes]
@@ -148,8 +148,8 @@ def trace(
             assert spec.target is not None
             states[node] = _state(program, names, spec.target, bool(spec.persistent), known)
         else:
-            raise CaptureError(f"the model takes {spec.target!r}, a {spec.kind.name.lower()}, into its graph")
-    axes = _settled(model, args, kwargs, axes, stated, entries)
+            raise CaptureError(f"the graph reads {spec.target!r}, a {spec.kind.name.lower()}")
+    axes = _checked_axes(model, args, kwargs, axes, stated, entries)
     same = _same_symbols(entries, axes)
     signature = _signature(program, entries, args, kwargs, axes, same)
     return Trace(
@@ -164,7 +164,7 @@ def trace(
     )
 
 
-def _settled(
+def _checked_axes(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -172,8 +172,8 @@ def _settled(
     stated: Sequence[bool],
     entries: Sequence[TensorSpec | Fixed],
 ) -> Axes:
-    """The axes once more, where the graph knows better, and where it leaves open what is a sample's."""
-    settled = list(axes)
+    """The axes, without those that the graph fixes, and those with the length of the batch by chance."""
+    checked = list(axes)
     batch: Any = None
     for i, (entry, axis) in enumerate(zip(entries, axes, strict=True)):
         if axis is None or not isinstance(entry, TensorSpec):
@@ -186,10 +186,10 @@ def _settled(
                 raise CaptureError(
                     f"batch_dims gives axis {axis} of {entry}, which the model fixes at {length}"
                 )
-            settled[i] = None
+            checked[i] = None
         elif not stated[i] and not needs_its_batch(model, args, kwargs, axes, i):
-            settled[i] = None
-    return settled
+            checked[i] = None
+    return checked
 
 
 def _same_symbols(entries: Sequence[TensorSpec | Fixed], axes: Axes) -> dict[Any, Any]:
@@ -222,7 +222,7 @@ def _state(
         tensor = program.constants[target]
     if not isinstance(tensor, torch.Tensor):
         raise CaptureError(f"the graph reads {target!r}, which is a {type(tensor).__name__}")
-    # Tied weights are one state, under whichever of their names the graph reads them.
+    # Tied weights are one state; the graph may read it under any of its names.
     return known.setdefault(id(tensor), State(tensor, tuple(names.get(id(tensor), [target])), persistent))
 
 
@@ -245,7 +245,7 @@ def _signature(
             raise CaptureError(f"output {i} is {value.meta['val']!r}, a number that changes with the input")
     ranges = {
         str(symbol): (
-            int(r.lower) if r.lower.is_Integer else 0,  # a number read from data has no least
+            int(r.lower) if r.lower.is_Integer else 0,  # a number read from data has no lower bound
             int(r.upper) if r.upper.is_Integer else 2**62,
         )
         for symbol, r in program.range_constraints.items()
