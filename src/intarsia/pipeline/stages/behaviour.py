@@ -126,7 +126,7 @@ def _are_independent(one: ExportedProgram, other: ExportedProgram) -> bool:
 
 @contextmanager
 def no_untraced_draws() -> Iterator[None]:
-    """Raise CaptureError if code draws with Python or NumPy or sets torch's generator; restore their states."""
+    """Raise CaptureError for draws with Python or NumPy, or a set generator of torch; restore all states."""
     numpy = sys.modules.get("numpy")
     before, seed, torch_state = random.getstate(), torch.initial_seed(), torch.get_rng_state()
     array = None if numpy is None else numpy.random.get_state()

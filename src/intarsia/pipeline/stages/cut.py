@@ -68,9 +68,9 @@ class _Line:
 
     def load(self, stage: int, first: int, last: int) -> float:
         """The weight of a stretch on a stage; infinite if the memory does not fit."""
-        if self.caps is not None and self.memory is not None:
-            if self.memory[last] - self.memory[first] > self.caps[stage]:
-                return float("inf")
+        caps, memory = self.caps, self.memory
+        if caps is not None and memory is not None and memory[last] - memory[first] > caps[stage]:
+            return float("inf")
         return (self.weight[last] - self.weight[first]) / self.speeds[stage]
 
 

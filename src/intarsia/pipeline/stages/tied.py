@@ -90,7 +90,7 @@ class TiedGradients:
 
 @contextmanager
 def gradients_of_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """The context of a step that sums its own gradients over ranks; earlier gradients are added at the end."""
+    """The context of a step whose own gradients are summed over ranks; earlier ones are added at the end."""
     before = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
