@@ -100,6 +100,24 @@ class PipelineError(IntarsiaError):
     """A pipeline stopped: a stage failed, or another process was lost."""
 
 
+def first_line(error: object) -> str:
+    """The first line of an error's message, or nothing.
+
+    >>> first_line(ValueError("no file\n  at line 3"))
+    'no file'
+    """
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def summary(error: BaseException) -> str:
+    """The type of an error and the first line of its message.
+
+    >>> summary(ValueError("no file"))
+    'ValueError: no file'
+    """
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def near_names(name: str, names: Iterable[str]) -> str:
     """The end of a message: the names that are spelled much like `name`, or nothing.
 

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from intarsia.drawing import bytes_text
 from intarsia.errors import PartitionError
 from intarsia.pipeline.plan.simulate import StageTable, Vector, end_times, peak_memory
 from intarsia.pipeline.plan.space import Layout, Space, least_memory_of, least_seconds_of
@@ -51,14 +52,13 @@ class Candidate:
         return self.layout.checkpoint
 
     def __str__(self) -> str:
-        layout, size = self.layout, self.memory
+        layout = self.layout
         mode = "recomputing" if layout.checkpoint else "keeping"
         replicas = f" x {layout.replicas} replicas" if layout.replicas > 1 else ""
-        memory = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
         return (
             f"{layout.schedule:<16}{layout.stages:>5} stages on {layout.ranks} ranks{replicas},"
             f" {layout.microbatches} micro-batches of {layout.samples}, {mode:<11}"
-            f" {self.step_time * 1e3:10.2f} ms  bubble {self.bubble:4.0%}  {memory}"
+            f" {self.step_time * 1e3:10.2f} ms  bubble {self.bubble:4.0%}  {bytes_text(self.memory)}"
         )
 
 

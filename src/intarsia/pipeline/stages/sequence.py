@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from intarsia.drawing import bytes_text
 from intarsia.errors import InputError
 from intarsia.graph.line import Waist
 from intarsia.pipeline.cost import Cost
@@ -49,10 +50,11 @@ class SplitReport:
         for i, cost in enumerate(self.costs):
             lines.append(
                 f"  stage {i}: forward {cost.forward * 1e3:.2f} ms, backward {cost.backward * 1e3:.2f} ms,"
-                f" weights {_size(cost.weights)}, kept for backward {_size(cost.saved)}"
+                f" weights {bytes_text(cost.weights)}, saved for backward {bytes_text(cost.saved)}"
             )
             if i < len(self.borders):
-                lines.append(f"    | {', '.join(map(str, self.borders[i]))} ({_size(self.crossing[i])})")
+                values = ", ".join(map(str, self.borders[i]))
+                lines.append(f"    | {values} ({bytes_text(self.crossing[i])})")
         lines += [f"  tied: {tie}" for tie in self.tied]
         if self.checkpointed:
             lines.append(f"  recomputed for the gradient, as in the model: {', '.join(self.checkpointed)}")
@@ -196,10 +198,3 @@ class StageSequence(nn.Module):
         if strict and (missing or unexpected):
             raise InputError(f"state_dict does not fit: missing {missing}, unexpected {unexpected}")
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"
