@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from intarsia.build.trial import Case, run_in_pytorch
+from intarsia.errors import error_text
 from intarsia.graph.nodes import is_control_flow
 from intarsia.partition.blocks import IS_WEIGHT
 
@@ -79,7 +80,7 @@ def unverified(key: str, operands: list[Any] | None, error: Exception | None = N
     """The note that a body is not compared with PyTorch."""
     if operands is None:
         return f"{key} is not verified: the example does not run it"
-    what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    what = error_text(error)
     return f"{key} is not verified: the example does not take it; tried, {what}"
 
 
