@@ -170,6 +170,7 @@ def _attempt(
             return one, halves
         except Exception as failure:  # whatever a model says to values or lengths that it does not take
             error = failure
+    assert error is not None
     raise Incomparable(f"the model does not run on twice the batch ({error_text(error)})")
 
 
