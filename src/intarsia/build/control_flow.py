@@ -77,7 +77,7 @@ def _calls(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Any]
 
 
 def unverified(key: str, error: Exception | None = None) -> str:
-    """The note that a body is not compared with PyTorch; `error` is what it raised on the example's values."""
+    """The note that a body is not compared with PyTorch; `error` is what it raised on the example."""
     if error is None:
         return f"{key} is not verified: the example does not run it"
     return f"{key} is not verified: the example does not take it; tried, {error_text(error)}"
