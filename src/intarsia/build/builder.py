@@ -251,12 +251,12 @@ class Builder:
             tries = []
             for operands in [run[name] for run in runs]:
                 if operands is None:
-                    self.notes.append(unverified(key, None))
+                    self.notes.append(unverified(key))
                     continue
                 try:
                     run_in_pytorch(body, operands)
                 except Exception as error:  # of operands that are meant for another branch
-                    self.notes.append(unverified(key, operands, error))
+                    self.notes.append(unverified(key, error))
                 else:
                     tries.append(operands)
             inner = Builder(body, self.engines, replace(self.settings, timed=None), tries)

@@ -14,7 +14,7 @@ from intarsia.compare import disagreement, relative_error
 from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
 from intarsia.engines.time_limit import OutOfTime, within
-from intarsia.errors import IntarsiaError
+from intarsia.errors import IntarsiaError, error_text
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.piece import Piece
 from intarsia.network import Network
@@ -97,7 +97,7 @@ def try_piece(
     except IntarsiaError as error:
         return Failure(str(error))
     except Exception as error:
-        return Failure(f"{engine.name} failed to build it: {_said(error)}")
+        return Failure(f"{engine.name} failed to build it: {error_text(error)}")
     for case in sorted(cases, key=lambda case: case.elements):
         try:
             answers = within(limit_s, f"{engine.name}'s run", partial(tried.program, *case.inputs))
@@ -105,7 +105,7 @@ def try_piece(
             return Failure(str(error), for_good=True)
         except Exception as error:
             return Failure(
-                f"{engine.name} failed to run it: {_said(error)}", program=tried.program, case=case
+                f"{engine.name} failed to run it: {error_text(error)}", program=tried.program, case=case
             )
         wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest), tolerance)
         if wrong is not None:
@@ -126,10 +126,6 @@ def _built(
     if rewrite is not None:
         notes += rewrite(net, engine)
     return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(net)), net)
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ from intarsia.choose.race import (
 )
 from intarsia.engines import Engine
 from intarsia.engines.time_limit import OutOfTime
-from intarsia.errors import EngineError, IntarsiaError
+from intarsia.errors import EngineError, IntarsiaError, first_line
 from intarsia.partition import PYTORCH
 
 SLOW_BUILD_S = 60.0  # what an engine that is slow to build may take
@@ -296,7 +296,7 @@ class Search:
                 continue
             except IntarsiaError as error:  # such as require_full_compilation, which this plan cannot fulfil
                 self.errors.append(error)
-                self.left_out.append(f"{candidate.name}: {str(error).splitlines()[0]}")
+                self.left_out.append(f"{candidate.name}: {first_line(error)}")
                 continue
             self.built[candidate.name] = built
             if not candidate.is_slow_to_build:  # which is no evidence about the others

@@ -43,6 +43,8 @@ from intarsia.errors import (
     RefitError,
     RewriteError,
     UnrepeatableError,
+    error_text,
+    first_line,
     warn,
 )
 from intarsia.logs import torch_logs_kept
@@ -115,7 +117,7 @@ def _compile(
             except (CaptureError, LoweringError) as error:
                 if _must_be_whole(job, error):
                     raise
-                return in_parts(job, str(error).splitlines()[0])
+                return in_parts(job, first_line(error))
     except Exception as error:
         if is_for_user(error):
             raise
@@ -207,10 +209,7 @@ def internal_error(error: Exception) -> InternalError:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
     where = f" at {Path(ours[-1].filename).relative_to(_PACKAGE.parent)}:{ours[-1].lineno}" if ours else ""
-    reason = next(iter(str(error).splitlines()), "")
-    return InternalError(
-        f"unexpected error in stage {_stage_of(error)!r}{where}: {type(error).__name__}: {reason}"
-    )
+    return InternalError(f"unexpected error in stage {_stage_of(error)!r}{where}: {error_text(error)}")
 
 
 def model_as_it_is(model: nn.Module | ExportedProgram, reason: str) -> PartlyCompiled:
@@ -238,7 +237,7 @@ def training_difference(model: Any, call: Call) -> str | None:
         mismatch = disagreement(_answer(model, call, training=True), evaluated)
         difference = None if mismatch is None else mismatch.replace("PyTorch", "evaluation")
     except Exception as error:
-        difference = f"it fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        difference = f"it fails: {error_text(error)}"
     if difference is None:
         return None
     kinds = Counter(type(m).__name__ for m in model.modules() if m.training and isinstance(m, _ASKING))

@@ -25,7 +25,7 @@ from intarsia.compiler.job import CompileJob, Request
 from intarsia.compiler.refit import Refit
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.engines.base import GraphProgram
-from intarsia.errors import RefitError
+from intarsia.errors import RefitError, error_text
 from intarsia.lower.lowered import Role, example_inputs
 from intarsia.options import CompileOptions
 from intarsia.runtime.call_interface import Check, ConstantCheck, IntegerCheck
@@ -115,7 +115,7 @@ def _inputs(loaded: Compiled, judge: Judge) -> tuple[tuple[Any, ...], Answer]:
         try:
             return flat, judge.answer((flat, {}))
         except Exception as error:
-            fault = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            fault = error_text(error)
     raise RefitError(f"there are no inputs for the program of the file ({fault}); compile again")
 
 

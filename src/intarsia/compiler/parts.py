@@ -20,7 +20,7 @@ from intarsia.capture.protect import kept_random_state, shared_copy, undisturbed
 from intarsia.capture.run_effects import attributes_of, changing_modules
 from intarsia.capture.watch import Ended, watch_calls
 from intarsia.compare import disagreement
-from intarsia.errors import CaptureError, IntarsiaError, PartitionError
+from intarsia.errors import CaptureError, IntarsiaError, PartitionError, first_line
 from intarsia.partition.names import (
     DispatchedOps,
     check_engine_names,
@@ -187,7 +187,7 @@ def _make_called(path: str, module: nn.Module, calls: Sequence[Call], make_one: 
         try:
             outcome = make_one(path, module, calls[0], _differing_sizes(module, calls) if shapes else None)
         except IntarsiaError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             continue
         return outcome
     return reason

@@ -31,7 +31,7 @@ from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import evaluating
 from intarsia.capture.size_guards import holds, input_path, read_guards
 from intarsia.compare import disagreement
-from intarsia.errors import CaptureError, IntarsiaError, LoweringError
+from intarsia.errors import CaptureError, IntarsiaError, LoweringError, error_text
 from intarsia.lower import Lowered, Role, lower
 from intarsia.lower.integers import letting_vary, other_values, plain_integers, used_as_numbers
 from intarsia.lower.lowered import example_inputs
@@ -119,7 +119,7 @@ def _taken_apart(program: ExportedProgram, model: nn.Module, has_converter: HasC
 
 def _said(program: ExportedProgram, error: Exception) -> str:
     """Why torch could not decompose a graph; its failed assertions are replaced by a sentence."""
-    what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    what = error_text(error)
     if "INTERNAL ASSERT" not in what:
         return what
     resizes = [node for node in program.graph.nodes if node.target is torch.ops.aten.resize_.default]

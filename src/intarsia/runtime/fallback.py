@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from intarsia.engines import Engine, GuardedProgram, NetworkEngine, Program
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, error_text
 from intarsia.runtime.ownership import Ownership, constants_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class WithFallback:
             if reason is None:
                 return results
         except Exception as error:
-            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            reason = error_text(error)
         if self.strict:
             why = "require_full_compilation=True forbids PyTorch"
             raise EngineError(f"{self.engine} failed at a call ({reason}), and {why}")

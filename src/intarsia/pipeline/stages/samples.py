@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.capture.export_context import kept_messages
 from intarsia.compare import disagreement
-from intarsia.errors import DifferenceWarning
+from intarsia.errors import DifferenceWarning, error_text
 from intarsia.graph.nodes import whereabouts
 from intarsia.graph.rows import Doubt, doubt_about
 from intarsia.pipeline.gpipe.effects import trial
@@ -170,8 +170,8 @@ def _attempt(
             return one, halves
         except Exception as failure:  # whatever a model says to values or lengths that it does not take
             error = failure
-    said = next(iter(str(error).splitlines()), "")
-    raise Incomparable(f"the model does not run on twice the batch ({type(error).__name__}: {said})")
+    assert error is not None
+    raise Incomparable(f"the model does not run on twice the batch ({error_text(error)})")
 
 
 def _other_values(tensor: Tensor, axis: int, bold: bool) -> Tensor:
