@@ -193,7 +193,11 @@ def _make_called(path: str, module: nn.Module, calls: Sequence[Call], make_one: 
 
 
 def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
-    """`dynamic_shapes` that let vary what differs between the calls; None if nothing does."""
+    """`dynamic_shapes` that let vary what differs between the calls; None if nothing does.
+
+    Unlike those of `tuning.recorded`, sizes have no ranges: the calls are those of one run, and another call
+    of the model may bring longer ones. Whole numbers stay fixed: of a module inside, they seldom are sizes.
+    """
     flats = [pytree.tree_flatten((tuple(args), dict(kwargs))) for args, kwargs in calls]
     structure = flats[0][1]
     if any(other != structure for _, other in flats):
