@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,7 +14,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.example import Call as Call
-from intarsia.capture.example import copied_call, is_transformed
+from intarsia.capture.example import bound_arguments, copied_call, is_transformed
 from intarsia.capture.protect import kept_random_state, shared_copy, undisturbed
 from intarsia.capture.run_effects import attributes_of, changing_modules
 from intarsia.capture.watch import Ended, watch_calls
@@ -211,10 +210,8 @@ def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
     if not any(shapes):
         return None
     args, kwargs = pytree.tree_unflatten(shapes, structure)
-    try:
-        return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-    except TypeError:
-        return None
+    bound = bound_arguments(module, args, kwargs)
+    return None if bound is None else dict(bound.arguments)
 
 
 def _is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
