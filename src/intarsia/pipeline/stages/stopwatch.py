@@ -262,7 +262,8 @@ def _run(
     """What a stage gives for these values and states, and the seconds that it took."""
     form = stage.form
     # Copies: the program may change what it takes in place, which autograd forbids to a leaf.
-    known = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)} | states
+    known = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)}
+    known.update(states)
     arguments = [known[name] for name in form.arguments]
     begin = synchronized(arguments)
     results = stage.program(*arguments)
