@@ -13,7 +13,7 @@ from rich.table import Table
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
 from intarsia.engines import default_engines
-from intarsia.errors import summary
+from intarsia.errors import error_text
 from intarsia.logs import working
 from intarsia.timing import Timing, race
 
@@ -80,7 +80,7 @@ def compare(
             except Exception as error:  # a failure of torch.compile is a result, any other is a defect
                 if name != TORCH_COMPILE:
                     raise
-                failed[name] = summary(error)
+                failed[name] = error_text(error)
                 continue
             calls[name] = call
         with working(f"timing {len(calls)} peers", seconds):

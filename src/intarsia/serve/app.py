@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from intarsia.errors import InputError, first_line, summary
+from intarsia.errors import InputError, error_text, first_line
 from intarsia.runtime import Compiled
 from intarsia.serve.batching import Batching
 from intarsia.serve.interface import Interface
@@ -187,7 +187,7 @@ class Service:
         except (Refused, ClientDisconnect):
             raise
         except Exception as error:
-            raise Refused(500, f"the model failed: {summary(error)}") from error
+            raise Refused(500, f"the model failed: {error_text(error)}") from error
         finally:
             answer.cancel()
             disconnected.cancel()

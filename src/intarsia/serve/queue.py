@@ -22,7 +22,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from intarsia.errors import summary
+from intarsia.errors import error_text
 from intarsia.serve.batching import Batching, joined, split
 from intarsia.serve.interface import Interface
 
@@ -228,7 +228,7 @@ class Queue:
                 return list(split(self._interface.run(flat), [job.rows for job in jobs]))
             except Exception as error:
                 self._metrics.split.inc()
-                self._print_once(f"a batch failed and its requests run alone: {summary(error)}")
+                self._print_once(f"a batch failed and its requests run alone: {error_text(error)}")
         return [self._alone(job) for job in jobs]
 
     def _print_once(self, message: str) -> None:

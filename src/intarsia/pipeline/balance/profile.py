@@ -1,4 +1,8 @@
-"""The cost of each layer: its measured time, or the memory that stays alive for the backward pass."""
+"""The cost of each layer: its measured time, or the memory that stays alive for the backward pass.
+
+Layers are not nodes of a graph (`stages/profile.py`). A layer stashes and pops skips and may return any
+objects. It is timed as a whole, and its time is stored on disk by a digest of its code.
+"""
 
 from __future__ import annotations
 
