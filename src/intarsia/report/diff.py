@@ -76,7 +76,7 @@ def diff(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
     call = copied_call((args, kwargs or {}))
     compiled.check(compiled.flatten(*call))
     inputs = example_inputs(compiled.lowered, *call)
-    placeholders = [node for node in compiled.lowered.module.graph.nodes if node.op == "placeholder"]
+    placeholders = compiled.lowered.module.graph.find_nodes(op="placeholder")
     truth = dict(zip(placeholders, inputs, strict=True))
     ours = dict(truth)
     segments = []

@@ -30,22 +30,22 @@ class CostCache:
 
     def __init__(self, enabled: bool = True) -> None:
         self.store: JsonStore | None = JsonStore(cache_path()) if enabled else None
-        self.fresh: dict[str, float] = {}
-        self.known: dict[str, float] = {} if self.store is None else _costs(self.store.read())
+        self.new_costs: dict[str, float] = {}
+        self.costs: dict[str, float] = {} if self.store is None else _costs(self.store.read())
 
     def get(self, key: str | None) -> float | None:
         """The stored cost, or None."""
-        return None if key is None else self.known.get(key)
+        return None if key is None else self.costs.get(key)
 
     def put(self, key: str | None, cost: float) -> None:
         """Store a cost, if there is a key."""
         if key is not None and self.store is not None:
-            self.fresh[key] = self.known[key] = cost
+            self.new_costs[key] = self.costs[key] = cost
 
     def save(self) -> None:
         """Write the new costs. Costs that another process has written meanwhile stay."""
-        if self.store is not None and self.fresh:
-            self.store.update(self.fresh, keep=MAX_ENTRIES)
+        if self.store is not None and self.new_costs:
+            self.store.update(self.new_costs, keep=MAX_ENTRIES)
 
 
 def _costs(table: dict[str, Any]) -> dict[str, float]:

@@ -167,13 +167,13 @@ def profile_times(
     layers = probes(module, sample, device)
     for probe in counted(layers, len(module), "profiling time") if progress else layers:
         key = layer_key(probe.layer, probe.batch, probe.skips, device, kind) if cache else None
-        known = costs.get(key)
-        if known is None:
-            known = _measure(probe, timeout / len(module), device, recompute)
-            costs.put(key, known)
+        cost = costs.get(key)
+        if cost is None:
+            cost = _measure(probe, timeout / len(module), device, recompute)
+            costs.put(key, cost)
         else:
             probe.forward(*probe.inputs())  # the next layer needs its output
-        seconds.append(known)
+        seconds.append(cost)
     costs.save()
     return seconds
 

@@ -42,8 +42,8 @@ def schedule_class(name: str) -> Any:
     try:
         return schedules.get_schedule_class(name)
     except ValueError as error:
-        known = ", ".join([*SCHEDULES, *TORCH_ONLY])
-        raise PartitionError(f"schedule={name!r} is none of {known}, nor one of torch's") from error
+        names = ", ".join([*SCHEDULES, *TORCH_ONLY])
+        raise PartitionError(f"schedule={name!r} is none of {names}, nor one of torch's") from error
 
 
 def _in_order_of(definition: Definition) -> Any:

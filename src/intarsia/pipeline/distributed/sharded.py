@@ -48,10 +48,10 @@ def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None
             f"{stages.tied[0]}; a plan would divide it in each stage separately: choose other cuts with"
             " cuts=..."
         )
-    known = {name for stage in stages for name, _ in stage.named_modules() if name}
+    names = {name for stage in stages for name, _ in stage.named_modules() if name}
     for pattern in plan:
-        if not any(_matches(name, pattern) for name in known):
-            hint = near_names(pattern, known)
+        if not any(_matches(name, pattern) for name in names):
+            hint = near_names(pattern, names)
             raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{hint}")
 
 

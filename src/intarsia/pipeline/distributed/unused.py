@@ -73,8 +73,8 @@ def _arguments(stage: Stage, needed: set[str]) -> set[str]:
         before = [] if node.target in _STOPS else [n for n in node.all_input_nodes if n not in seen]
         seen.update(before)
         waiting += before
-    holders = [node for node in nodes if node.op == "placeholder"]
-    return {name for node, name in zip(holders, form.arguments, strict=True) if node in seen}
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    return {name for node, name in zip(placeholders, form.arguments, strict=True) if node in seen}
 
 
 def _writes(node: fx.Node) -> bool:

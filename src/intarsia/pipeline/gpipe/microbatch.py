@@ -63,8 +63,6 @@ class Batch:
         leaves = [self._constants[i] if i in self._constants else next(tensors) for i in range(count)]
         return pytree.tree_unflatten(leaves, self._spec)
 
-    tensor_or_tensors = value
-
     def rebuild(self, tensors: Tensors) -> Any:
         """The value this batch would have with other tensors."""
         twin = self.copy()
@@ -115,15 +113,6 @@ class Batch:
             kind = "an atomic batch" if self.atomic else "a tree"
             raise ValueError(f"{kind} of {len(self._tensors)} tensors cannot take {len(tensors)}")
         self._tensors = tensors
-
-
-def check(input: Any) -> None:
-    """Raise TypeError unless the input is a tensor or a tuple of tensors."""
-    if isinstance(input, tuple):
-        for x in input:
-            check(x)
-    elif not isinstance(input, Tensor):
-        raise TypeError(f"expected a tensor, got {type(input).__name__}")
 
 
 def check_tree(input: Any, role: str) -> None:

@@ -50,11 +50,6 @@ def current_stream(device: torch.device) -> AbstractStream:
     return torch.cuda.current_stream(device) if device.type == "cuda" else CPUStream
 
 
-def default_stream(device: torch.device) -> AbstractStream:
-    """The default stream of a device."""
-    return torch.cuda.default_stream(device) if device.type == "cuda" else CPUStream
-
-
 @contextmanager
 def use_device(device: torch.device) -> Iterator[None]:
     """Make a CUDA device the current one; no effect for the CPU."""

@@ -62,8 +62,8 @@ class Cluster:
         >>> Cluster.of({"devices": 4, "memory": 16e9, "link": {"bandwidth": 1e10}}).per_host
         4
         """
-        known = {*(f.name for f in fields(Cluster)), "link"}
-        entries = _object(data, "the cluster", known)
+        names = {*(f.name for f in fields(Cluster)), "link"}
+        entries = _object(data, "the cluster", names)
         for name in ("devices", "memory"):
             if name not in entries:
                 raise PartitionError(f"the cluster has no {name!r}")
@@ -112,12 +112,12 @@ class Cluster:
         return self.within if ranks * replicas <= self.per_host else self.between
 
 
-def _object(data: Any, what: str, known: set[str]) -> Mapping[str, Any]:
+def _object(data: Any, what: str, names: set[str]) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
         raise PartitionError(f"{what} must be a JSON object, not {type(data).__name__}")
     for name in data:
-        if name not in known:
-            hint = near_names(str(name), known) or f"; its entries are {', '.join(sorted(known))}"
+        if name not in names:
+            hint = near_names(str(name), names) or f"; its entries are {', '.join(sorted(names))}"
             raise PartitionError(f"{what} has an unknown entry {name!r}{hint}")
     return data
 

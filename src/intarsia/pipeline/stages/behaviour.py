@@ -112,8 +112,8 @@ def _are_independent(one: ExportedProgram, other: ExportedProgram) -> bool:
         if isinstance(constant, torch.Tensor) and not torch.equal(constant, other.constants[name])
     }
     specs = one.graph_signature.input_specs
-    holders = [node for node in one.graph.nodes if node.op == "placeholder"]
-    draws = [n for n, spec in zip(holders, specs, strict=True) if spec.target in differing]
+    placeholders = one.graph.find_nodes(op="placeholder")
+    draws = [n for n, spec in zip(placeholders, specs, strict=True) if spec.target in differing]
     # In-place changes of nodes that only depend on the draws are erased too.
     private = set(draws)
     for node in one.graph.nodes:

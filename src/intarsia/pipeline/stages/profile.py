@@ -155,8 +155,8 @@ def profile(
     with torch.random.fork_rng(devices=devices):
         with working("timing each node"):
             for _ in range(_PASSES):
-                runner.known.clear()
-                values = _placeholders(trace, tensors)
+                runner.measured.clear()
+                values = _arguments(trace, tensors)
                 runner.run(*(values if source.real else to_meta(values)))
         saved, weights = saved_bytes(trace), weight_bytes(trace)
         costs = [
@@ -215,7 +215,7 @@ class _Profiler(fx.Interpreter):
         self.source, self.apart = source, apart
         self.repeats, self.count, self.progress = repeats, count, progress
         self.costs: dict[fx.Node, Cost] = {}
-        self.known: dict[Any, Cost] = {}
+        self.measured: dict[Any, Cost] = {}
         self.done = 0
 
     def run_node(self, n: fx.Node) -> Any:
@@ -225,11 +225,11 @@ class _Profiler(fx.Interpreter):
         if not self.source.real:
             args, kwargs = on_device((args, kwargs), META)
         key = _key(n, args, kwargs)
-        cost = self.known.get(key) if key is not None else None
+        cost = self.measured.get(key) if key is not None else None
         if cost is None:
             cost = self.source.cost(n.target, args, kwargs, self.repeats, self.apart)  # type: ignore[arg-type]
             if key is not None:
-                self.known[key] = cost
+                self.measured[key] = cost
         self.costs[n] = cost if n not in self.costs else _least(cost, self.costs[n])
         self.done += 1
         tell_share(self.done, self.count)
@@ -266,9 +266,9 @@ class _Saver(fx.Interpreter):
 
     def run(self, *args: Any, **options: Any) -> Any:
         # Weights are in memory anyway, so they do not count.
-        holders = [n for n in self.trace.graph.nodes if n.op == "placeholder"]
+        placeholders = self.trace.graph.find_nodes(op="placeholder")
         values = list(args)
-        for i, (node, value) in enumerate(zip(holders, args, strict=True)):
+        for i, (node, value) in enumerate(zip(placeholders, args, strict=True)):
             if node in self.trace.states:
                 values[i] = value.detach().requires_grad_(self.trace.states[node].tensor.requires_grad)
                 self.seen.add(_storage(values[i]))
@@ -280,7 +280,7 @@ class _Saver(fx.Interpreter):
             if key not in self.seen:
                 self.seen.add(key)
                 self.held.append(tensor)  # stays alive, so that no other tensor gets its storage
-                self.saved[n] = self.saved.get(n, 0) + tensor.numel() * tensor.element_size()
+                self.saved[n] = self.saved.get(n, 0) + tensor.nbytes
             return tensor
 
         with saved_tensors_hooks(pack, lambda t: t):
@@ -304,18 +304,14 @@ def _key(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target, spec, parts
 
 
-def _placeholders(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[Any]:
+def _arguments(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The arguments of the graph for these inputs, with copies of buffers."""
     inputs = dict(zip(trace.inputs, tensors, strict=True))
-    out: list[Any] = []
-    for node in trace.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if node in trace.states:
-            tensor = trace.states[node].tensor
-            out.append(tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone())
-        else:
-            out.append(inputs.get(node))
-    return out
+
+    def own(node: fx.Node, state: Tensor) -> Tensor:
+        return state if isinstance(state, torch.nn.Parameter) else state.detach().clone()
+
+    return trace.arguments(inputs.get, own)
 
 
 def _backward(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> int:
@@ -355,4 +351,4 @@ def _made_up(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)

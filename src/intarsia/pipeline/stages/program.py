@@ -98,8 +98,8 @@ def recomputed_program(
     `states` tells for the program's weights and buffers whether they need a gradient; `written` are those
     that it changes. Nodes in `draws` draw by key.
     """
-    holders = [n for n in program.graph.nodes if n.op == "placeholder"]
-    line = training_line(program.graph, {n: states[n.name] for n in holders if n.name in states})
+    placeholders = program.graph.find_nodes(op="placeholder")
+    line = training_line(program.graph, {n: states[n.name] for n in placeholders if n.name in states})
     spans = _spans(line, names)
     if not spans:
         return keyed_program(program, draws)
@@ -130,7 +130,7 @@ class _RecomputedProgram(nn.Module):
         self.gives = [tuple(n.name for n in piece.outputs) for piece in pieces]
         self.written = [tuple(n.name in written for n in piece.inputs) for piece in pieces]
         self.inputs = [n.name for n in program.graph.nodes if n.op == "placeholder"]
-        (results,) = next(iter(reversed(program.graph.nodes))).args
+        (results,) = program.graph.output_node().args
         self.results = [(v.name, None) if isinstance(v, fx.Node) else (None, v) for v in results]
 
     def forward(self, *values: Any) -> tuple[Any, ...]:

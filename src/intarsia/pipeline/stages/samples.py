@@ -224,11 +224,11 @@ def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
     def run(lanes: list[list[Any]]) -> list[Any]:
         interpreter = _Lockstep(captured)
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            interpreter.run(*_holders(captured, lanes))
+            interpreter.run(*_arguments(captured, lanes))
         return [interpreter.agreement, None, None]
 
     agreement, _ = _attempt(tensors, axes, run)
-    waiting, seen, wrong = list(next(iter(reversed(captured.graph.nodes))).all_input_nodes), set(), False
+    waiting, seen, wrong = list(captured.graph.output_node().all_input_nodes), set(), False
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -243,19 +243,15 @@ def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
     return f"{first.name} differs between a batch and its halves ({whereabouts(first)})"
 
 
-def _holders(captured: Trace, lanes: list[list[Any]]) -> list[Any]:
+def _arguments(captured: Trace, lanes: list[list[Any]]) -> list[Any]:
     """The arguments of the graph, each with a value for every lane."""
-    inputs = dict(zip(captured.inputs, zip(*lanes, strict=True), strict=True))
-    values: list[Any] = []
-    for node in captured.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if node in captured.states:
-            state = captured.states[node].tensor.detach()
-            values.append(_Lanes([state.clone() if node in captured.line.written else state for _ in lanes]))
-        else:
-            values.append(_Lanes(list(inputs[node])) if node in inputs else None)
-    return values
+    inputs = dict(zip(captured.inputs, map(_Lanes, zip(*lanes, strict=True)), strict=True))
+    written = captured.line.written
+
+    def states(node: fx.Node, tensor: Tensor) -> _Lanes:
+        return _Lanes(tensor.detach().clone() if node in written else tensor.detach() for _ in lanes)
+
+    return captured.arguments(inputs.get, states)
 
 
 class _Lanes(list[Any]):

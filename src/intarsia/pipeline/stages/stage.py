@@ -146,10 +146,10 @@ class Stage(nn.Module):
     def reuses_weights(self) -> bool:
         """Whether a parameter, or a value computed only from parameters, has more than one use."""
         graph, states = self.program.graph, self.states()
-        holders = [n for n in graph.nodes if n.op == "placeholder"]
+        placeholders = graph.find_nodes(op="placeholder")
         uses: Counter[int] = Counter()
         own: dict[fx.Node, int] = {}  # the id of the parameter, which tied weights share
-        for node, name in zip(holders, self.form.arguments, strict=True):
+        for node, name in zip(placeholders, self.form.arguments, strict=True):
             if name in states:
                 own[node] = id(states[name]) if isinstance(states[name], nn.Parameter) else 0
         for node in graph.nodes:
@@ -192,18 +192,18 @@ def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None
         raise PartitionError(f"checkpoint={names!r} is one name; give a list of them")
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
         raise PartitionError(f"checkpoint={names!r} is not a list of modules' names")
-    known: set[str] = set()
+    paths: set[str] = set()
     for stage in stages:
         if not isinstance(stage, Stage):
             raise PartitionError(
                 "checkpoint= names modules, which works in stages cut by the graph; these stages are cut"
                 " along modules: use torch.utils.checkpoint in the model"
             )
-        known |= module_names(stage.program)
+        paths |= module_names(stage.program)
         stage.recompute(names)
     for name in names:
-        if not any(fnmatchcase(path, name) for path in known):
-            hint = near_names(name, known)
+        if not any(fnmatchcase(path, name) for path in paths):
+            hint = near_names(name, paths)
             raise PartitionError(f"checkpoint names {name!r}, which is not a module of the graph{hint}")
 
 

@@ -90,8 +90,8 @@ def _defer(stage: Stage) -> list[DeferredNode | DeferredCount]:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     program = _Deferring(stage.program, graph)
     form = stage.form
-    holders = [node for node in graph.nodes if node.op == "placeholder"]
-    pairs = zip(holders, form.arguments, strict=True)
+    placeholders = graph.find_nodes(op="placeholder")
+    pairs = zip(placeholders, form.arguments, strict=True)
     states = {node: form.states[name] for node, name in pairs if name in form.states}
     norms: list[DeferredNode | DeferredCount] = []
     for node in list(graph.nodes):

@@ -48,20 +48,20 @@ def measure_node(
         fresh = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in leaves]
         for i in grown:
             fresh[i].requires_grad_(isinstance(leaves[i], torch.nn.Parameter) or leaves[i].requires_grad)
-        wanted = [i for i in grown if fresh[i].requires_grad]
+        differentiable = [i for i in grown if fresh[i].requires_grad]
         # Autograd refuses in-place changes of leaves, so the node gets clones of them.
-        seen = [v.clone() if i in wanted and i not in weights else v for i, v in enumerate(fresh)]
+        seen = [v.clone() if i in differentiable and i not in weights else v for i, v in enumerate(fresh)]
         again, options = pytree.tree_unflatten(seen, spec)
         begin = synchronized(fresh)
         with torch.enable_grad():
             value = target(*again, **options)
         forward.append(synchronized(fresh) - begin)
         roots = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor) and v.requires_grad]
-        if roots and (wanted or learning):
+        if roots and (differentiable or learning):
             grads = [torch.ones_like(r) for r in roots]
-            inputs.append(_time_grad(roots, [fresh[i] for i in wanted if i not in weights], grads))
-            whole.append(_time_grad(roots, [*(fresh[i] for i in wanted), *learning], grads))
-            added.append(_time_adding([*(fresh[i] for i in wanted if i in weights), *learning]))
+            inputs.append(_time_grad(roots, [fresh[i] for i in differentiable if i not in weights], grads))
+            whole.append(_time_grad(roots, [*(fresh[i] for i in differentiable), *learning], grads))
+            added.append(_time_adding([*(fresh[i] for i in differentiable if i in weights), *learning]))
     through = min(inputs[1:], default=0.0)
     of_weights = max(0.0, min(whole[1:], default=0.0) - through) + min(added[1:], default=0.0)
     return Cost(min(forward[1:]), through, of_weights)
@@ -262,14 +262,14 @@ def _run(
     """The outputs of a stage for these values and states, and the seconds of the run."""
     form = stage.form
     # Copies: the program may change its inputs in place, which autograd refuses for leaves.
-    known = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)}
-    known.update(states)
-    arguments = [known[name] for name in form.arguments]
+    scope = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)}
+    scope.update(states)
+    arguments = [scope[name] for name in form.arguments]
     begin = synchronized(arguments)
     results = stage.program(*arguments)
     seconds = synchronized(arguments) - begin
-    known.update(zip(form.results, results, strict=True))
-    return [known[value_name(spec)] for spec in form.gives], seconds
+    scope.update(zip(form.results, results, strict=True))
+    return [scope[value_name(spec)] for spec in form.gives], seconds
 
 
 def _own_states(stage: Stage) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,7 +46,7 @@ class State:
     @property
     def bytes(self) -> int:
         """The bytes of the tensor."""
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.nbytes
 
 
 @dataclass(frozen=True)
@@ -82,27 +82,32 @@ class Trace:
         """The spec of a node's tensor."""
         return tensor_spec(node.name, node.meta["val"], self.same)
 
+    def arguments(
+        self,
+        input_of: Callable[[fx.Node], Any],
+        state_of: Callable[[fx.Node, torch.Tensor], Any],
+    ) -> list[Any]:
+        """The arguments of the graph: a value for each placeholder, an input or a state."""
+        return [
+            state_of(node, self.states[node].tensor) if node in self.states else input_of(node)
+            for node in self.graph.find_nodes(op="placeholder")
+        ]
+
     def fakes(self, mode: FakeTensorMode, lengths: Mapping[str, int]) -> list[Any]:
-        """Fake values of all placeholders: inputs of these lengths, and the states."""
-        out: list[Any] = []
-        for node in self.graph.nodes:
-            if node.op != "placeholder":
-                continue
+        """Fake arguments of the graph, for inputs of these lengths."""
+
+        def empty(node: fx.Node) -> Any:
             value = node.meta.get("val")
-            if node in self.states:
-                out.append(mode.from_tensor(self.states[node].tensor, static_shapes=True))
-            elif isinstance(value, torch.Tensor):
-                out.append(
-                    torch.empty(self.spec(node).sizes(lengths), dtype=value.dtype, device=value.device)
-                )
-            else:
-                out.append(value)
-        return out
+            if not isinstance(value, torch.Tensor):
+                return value
+            return torch.empty(self.spec(node).sizes(lengths), dtype=value.dtype, device=value.device)
+
+        return self.arguments(empty, lambda _, tensor: mode.from_tensor(tensor, static_shapes=True))
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
         """The nodes that the model returns, in order of its tensor outputs."""
-        (values,) = next(iter(reversed(self.graph.nodes))).args
+        (values,) = self.graph.output_node().args
         assert isinstance(values, tuple | list)
         return tuple(v for v in values if isinstance(v, fx.Node))
 
@@ -126,13 +131,13 @@ def trace(
     axes, stated = batch_axes(model, args, kwargs, batch_dims)
     program, checkpointed = export_model(model, args, kwargs, axes if dynamic_batch else [], dynamic_shapes)
     specs = program.graph_signature.input_specs
-    holders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    placeholders = program.graph.find_nodes(op="placeholder")
     states: dict[fx.Node, State] = {}
     inputs: list[fx.Node] = []
     entries: list[TensorSpec | Fixed] = []
     names = _names(model)
-    known: dict[int, State] = {}
-    for node, spec in zip(holders, specs, strict=True):
+    states_by_id: dict[int, State] = {}
+    for node, spec in zip(placeholders, specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             if isinstance(spec.arg, ConstantArgument) or not isinstance(node.meta["val"], torch.Tensor):
                 value = spec.arg.value if isinstance(spec.arg, ConstantArgument) else node.meta["val"]
@@ -146,7 +151,7 @@ def trace(
             continue
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             assert spec.target is not None
-            states[node] = _state(program, names, spec.target, bool(spec.persistent), known)
+            states[node] = _state(program, names, spec.target, bool(spec.persistent), states_by_id)
         else:
             raise CaptureError(f"the graph reads {spec.target!r}, a {spec.kind.name.lower()}")
     axes = _checked_axes(model, args, kwargs, axes, stated, entries)
@@ -215,7 +220,7 @@ def _state(
     names: dict[int, list[str]],
     target: str,
     persistent: bool,
-    known: dict[int, State],
+    states_by_id: dict[int, State],
 ) -> State:
     tensor = program.state_dict.get(target)
     if tensor is None:
@@ -223,7 +228,9 @@ def _state(
     if not isinstance(tensor, torch.Tensor):
         raise CaptureError(f"the graph reads {target!r}, which is a {type(tensor).__name__}")
     # Tied weights are one state; the graph may read it under any of its names.
-    return known.setdefault(id(tensor), State(tensor, tuple(names.get(id(tensor), [target])), persistent))
+    return states_by_id.setdefault(
+        id(tensor), State(tensor, tuple(names.get(id(tensor), [target])), persistent)
+    )
 
 
 def _signature(
@@ -234,7 +241,7 @@ def _signature(
     axes: Axes,
     same: Mapping[Any, Any],
 ) -> CallSignature:
-    (values,) = next(iter(reversed(program.graph.nodes))).args
+    (values,) = program.graph.output_node().args
     outputs: list[TensorSpec | Fixed] = []
     for i, value in enumerate(values):
         if not isinstance(value, fx.Node):

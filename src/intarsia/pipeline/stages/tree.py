@@ -206,25 +206,21 @@ class _Recorder(fx.Interpreter):
             self.places[n.name] = layer_place(str(n.target), self.calls[str(n.target)])
             self.calls[str(n.target)] += 1
             module = self.fetch_attr(str(n.target))
-            weights = sum(p.numel() * p.element_size() for p in module.parameters())
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             parameters = list(module.parameters())
             cost = measure_node(module, args, kwargs, 3, parameters) if self.timed else Cost()
-            self.costs[n] = replace(cost, saved=_bytes(value), weights=weights)
+            outputs = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+            saved, weights = (sum(t.nbytes for t in tensors) for tensors in (outputs, parameters))
+            self.costs[n] = replace(cost, saved=saved, weights=weights)
         n.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), value)
         return value
-
-
-def _bytes(value: Any) -> int:
-    tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _build(
     model: nn.Module, graph: fx.Graph, line: Line, cuts: Sequence[int], means: Sequence[str]
 ) -> list[TreeStage]:
     pieces = pieces_at(fx.GraphModule(model, graph), line, cuts)
-    (output,) = next(iter(reversed(graph.nodes))).args
+    (output,) = graph.output_node().args
     results = [v for v in pytree.tree_leaves(output) if isinstance(v, fx.Node)]
     parts = []
     for piece, (takes, gives) in zip(pieces, relayed(pieces, line.inputs, results), strict=True):

@@ -132,12 +132,12 @@ def load_stages(
     meta device gets memory on `device` (by default, the CPU); others are filled in place.
     """
     parts = list(stages)
-    wanted = range(len(parts)) if only is None else sorted(only)
-    if any(i not in range(len(parts)) for i in wanted):
-        raise InputError(f"only={list(wanted)} names a stage that does not exist; there are {len(parts)}")
+    numbers = range(len(parts)) if only is None else sorted(only)
+    if any(i not in range(len(parts)) for i in numbers):
+        raise InputError(f"only={list(numbers)} names a stage that does not exist; there are {len(parts)}")
     slots = _slots(parts)
     _match(slots, weights, stages)
-    _fill([parts[i] for i in wanted], slots, device)
+    _fill([parts[i] for i in numbers], slots, device)
 
 
 def memory_for_stages(
