@@ -223,7 +223,7 @@ def test_results_of_another_kind_and_inputs_written_to_are_told(net: Net, x: tor
         return str(report)
 
     assert "output 0 is a NoneType; the model returns a Tensor" in compared(lambda x: None)
-    assert "output 0 is of ndarray" in compared(lambda x: net(x).detach().numpy())
+    assert "output 0 is a ndarray" in compared(lambda x: net(x).detach().numpy())
     assert "it changes tensor 0 of the call differently" in compared(lambda x: (net(x), x.zero_())[0])
 
 

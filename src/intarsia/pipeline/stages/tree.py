@@ -145,9 +145,7 @@ def _trace(
     closed: set[str] = set()
     graph = _attempt(model, opened, fixed, tensors)
     if isinstance(graph, str):
-        raise CaptureError(
-            f"the model can be cut neither by its graph ({reason}) nor by its modules ({graph})"
-        )
+        raise _cut_error(reason, graph)
     while True:
         calls = [str(n.target) for n in graph.nodes if n.op == "call_module"]
         waiting = [c for c in calls if c not in closed and any(model.get_submodule(c).children())]
@@ -248,17 +246,12 @@ def _bind(
         if kinds[name] is inspect.Parameter.VAR_KEYWORD:
             arguments |= value
         elif kinds[name] is inspect.Parameter.VAR_POSITIONAL:
-            raise CaptureError(
-                f"the model can be cut neither by its graph ({reason}) nor by its modules (it takes *{name})"
-            )
+            raise _cut_error(reason, f"it takes *{name}")
         else:
             arguments[name] = value
     for name, value in arguments.items():
         if isinstance(value, tuple | list | dict) and value:
-            raise CaptureError(
-                f"the model can be cut neither by its graph ({reason}) nor by its modules"
-                f" (nested inputs: {name} is a {type(value).__name__})"
-            )
+            raise _cut_error(reason, f"nested inputs: {name} is a {type(value).__name__}")
     # In the order of the call, like its tensors.
     return {name: arguments[name] for name in [*list(arguments)[: len(args)], *(kwargs or {})]}
 
@@ -321,7 +314,9 @@ def _verify(
             outputs.append(pytree.tree_leaves(call(*args, **(kwargs or {}))))
     for a, b in zip(*outputs, strict=True):
         if isinstance(a, torch.Tensor) and not torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise CaptureError(
-                f"the model can be cut neither by its graph ({reason})"
-                " nor by its modules (its outputs would differ)"
-            )
+            raise _cut_error(reason, "its outputs would differ")
+
+
+def _cut_error(graph: str, modules: str) -> CaptureError:
+    """The error for a model that cannot be cut: why not by its graph, and why not by its modules."""
+    return CaptureError(f"the model can be cut neither by its graph ({graph}) nor by its modules ({modules})")
