@@ -16,6 +16,7 @@ from intarsia.engines.time_limit import OutOfTime, within
 from intarsia.graph.nodes import is_compute, is_control_flow
 from intarsia.network import Network
 from intarsia.partition.table import PYTORCH, SupportTable
+from intarsia.quantized import INTEGER_LINEAR
 
 # What an engine said of a signature; it depends on nothing else but the converters' version.
 _Question = tuple[str, int, Signature]
@@ -27,6 +28,7 @@ _ROUNDS = frozenset(
     {
         *(aten.floor, aten.ceil, aten.round, aten.trunc, aten.fix, aten.frac, aten.fmod, aten.remainder),
         aten.floor_divide,
+        INTEGER_LINEAR.overloadpacket,
     }
 )
 # A quotient on its way to be rounded: it is moved, or stays as exact as it was.
