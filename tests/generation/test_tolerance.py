@@ -12,7 +12,7 @@ import transformers as hf
 from tests.generation.families import tiny
 
 import intarsia
-from intarsia.choose import search
+from intarsia.choose import search, standings
 from intarsia.choose.measured import Measured
 from intarsia.engines import (
     Engine,
@@ -48,7 +48,7 @@ def _prefer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def race(calls: Mapping[str, Callable[[], object]], *_: object, **__: object) -> Any:
         return {one: (1e-9 if one.startswith(name) else 1e-8,) * 4 for one in calls}
 
-    monkeypatch.setattr(search, "race_plans", race)
+    monkeypatch.setattr(standings, "race_plans", race)
 
 
 def _made(model: Any, engine: Engine, tolerance: float, **more: Any) -> Any:

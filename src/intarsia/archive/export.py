@@ -17,7 +17,7 @@ from torch.export import Dim
 
 from intarsia.archive.writer import made_by
 from intarsia.engines import NetworkEngine, known_engines
-from intarsia.errors import ArchiveError, EngineError
+from intarsia.errors import ArchiveError, EngineError, first_line
 from intarsia.graph.piece import Piece
 from intarsia.lower.lowered import Role
 from intarsia.runtime.compiled import Compiled
@@ -168,9 +168,8 @@ def _piece_program(piece: Piece, path: Path) -> Mapping[str, str]:
             _Flat(piece.module), tuple(examples), dynamic_shapes=shapes, strict=False
         )
     except Exception as error:  # export does not always accept a program that it returned
-        said = next(iter(str(error).splitlines()), "")
         where = f"a segment on {piece.segment.engine} ({piece.segment.nodes[0].name} and others)"
-        raise ArchiveError(f"{where} has no file: torch cannot export it: {said}") from error
+        raise ArchiveError(f"{where} has no file: torch cannot export it: {first_line(error)}") from error
     torch.export.save(program, path)
     return {}
 

@@ -22,7 +22,7 @@ from intarsia.archive.graphs import ReadGraph, captured_from_json, graph_from_js
 from intarsia.archive.tensors import WEIGHTS, read_tensors
 from intarsia.archive.writer import FORMAT, MODEL, VERSION
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program, PyTorch
-from intarsia.errors import ArchiveError, EngineError, IntarsiaError, RefitError
+from intarsia.errors import ArchiveError, EngineError, IntarsiaError, RefitError, error_text, first_line
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment
@@ -130,13 +130,9 @@ def complaining(complaint: str) -> Iterator[None]:
     except (EngineError, OSError):
         raise  # these name what they are about: an engine the user asked for, a file that is not there
     except (IntarsiaError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise ArchiveError(
-            f"{complaint}: its contents are inconsistent ({type(error).__name__}: {reason})"
-        ) from error
+        raise ArchiveError(f"{complaint}: its contents are inconsistent ({error_text(error)})") from error
     except (RuntimeError, SyntaxError, MemoryError) as error:  # RecursionError is a RuntimeError
-        reason = next(iter(str(error).splitlines()), "")
-        raise ArchiveError(f"{complaint}: torch cannot make it ({type(error).__name__}: {reason})") from error
+        raise ArchiveError(f"{complaint}: torch cannot make it ({error_text(error)})") from error
 
 
 @contextmanager
@@ -316,8 +312,7 @@ class _Loader:
         try:
             return engine, self._on_engine(item, graph, engine)
         except EngineError as error:
-            reason = next(iter(str(error).splitlines()), "")
-            self.notes.append(f"a segment runs in PyTorch: {reason}")
+            self.notes.append(f"a segment runs in PyTorch: {first_line(error)}")
             warnings.warn(self.notes[-1], stacklevel=6)
             return pytorch, pytorch.build(graph.module)
 
@@ -367,5 +362,5 @@ class _Loader:
         try:
             return self._unpacker.program(item, engine)
         except EngineError as error:
-            self.notes.append(f"a segment is built again: {next(iter(str(error).splitlines()), '')}")
+            self.notes.append(f"a segment is built again: {first_line(error)}")
             return None

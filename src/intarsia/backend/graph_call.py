@@ -28,6 +28,7 @@ from intarsia.errors import (
     LoweringError,
     StaleWeightsError,
     UnknownNameError,
+    first_line,
 )
 from intarsia.graph.segment import PYTORCH
 from intarsia.options import CompileOptions
@@ -85,7 +86,7 @@ class GraphCall:
                     if isinstance(error, InternalError) and error.__cause__ is not None:
                         raise error.__cause__ from None
                     raise
-                self.leave(str(error).splitlines()[0])
+                self.leave(first_line(error))
             except IntarsiaError:
                 raise
             except Exception as error:  # no reason to fail where PyTorch works

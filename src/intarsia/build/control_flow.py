@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from intarsia.build.trial import Case, run_in_pytorch
+from intarsia.errors import error_text
 from intarsia.graph.nodes import is_control_flow
 from intarsia.partition.blocks import IS_WEIGHT
 
@@ -75,12 +76,11 @@ def _calls(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Any]
     return {name: recorder.seen for name, recorder in recorders.items()}
 
 
-def unverified(key: str, operands: list[Any] | None, error: Exception | None = None) -> str:
-    """The note that a body is not compared with PyTorch."""
-    if operands is None:
+def unverified(key: str, error: Exception | None = None) -> str:
+    """The note that a body is not compared with PyTorch; `error` is what it raised on the example."""
+    if error is None:
         return f"{key} is not verified: the example does not run it"
-    what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    return f"{key} is not verified: the example does not take it; tried, {what}"
+    return f"{key} is not verified: the example does not take it; tried, {error_text(error)}"
 
 
 def other_branches(module: fx.GraphModule, cases: Sequence[Case], notes: list[str]) -> Iterator[Case]:
@@ -90,11 +90,11 @@ def other_branches(module: fx.GraphModule, cases: Sequence[Case], notes: list[st
         for case in cases:
             if node.target is not torch.ops.higher_order.cond:
                 idle = [name for name, operands in _calls(module, case.inputs).items() if operands is None]
-                notes += [unverified(f"{node.name}.{name}", None) for name in idle]
+                notes += [unverified(f"{node.name}.{name}") for name in idle]
             elif node.args[0] in taken:
                 inputs, place = list(case.inputs), taken.index(node.args[0])
                 inputs[place] = ~inputs[place]
                 try:
                     yield Case(module, inputs, run_in_pytorch(module, inputs))
                 except Exception as error:
-                    notes.append(unverified(f"the other branch of {node.name}", inputs, error))
+                    notes.append(unverified(f"the other branch of {node.name}", error))

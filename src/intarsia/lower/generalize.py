@@ -8,7 +8,6 @@ call that was given too.
 from __future__ import annotations
 
 import ast
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +23,14 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.example import Call as Call
-from intarsia.capture.example import copied_call
+from intarsia.capture.example import bound_arguments, copied_call
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import evaluating
 from intarsia.capture.size_guards import holds, input_path, read_guards
 from intarsia.compare import disagreement
-from intarsia.errors import CaptureError, IntarsiaError, LoweringError
+from intarsia.errors import CaptureError, IntarsiaError, LoweringError, error_text
 from intarsia.lower import Lowered, Role, lower
 from intarsia.lower.integers import letting_vary, other_values, plain_integers, used_as_numbers
 from intarsia.lower.lowered import example_inputs
@@ -119,7 +118,7 @@ def _taken_apart(program: ExportedProgram, model: nn.Module, has_converter: HasC
 
 def _said(program: ExportedProgram, error: Exception) -> str:
     """Why torch could not decompose a graph; its failed assertions are replaced by a sentence."""
-    what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    what = error_text(error)
     if "INTERNAL ASSERT" not in what:
         return what
     resizes = [node for node in program.graph.nodes if node.target is torch.ops.aten.resize_.default]
@@ -175,16 +174,15 @@ def _ones(
     """Where the example has a size of 1 that may vary."""
     if not isinstance(dynamic_shapes, dict | list | tuple) or not isinstance(model, nn.Module):
         return []
-    try:  # torch.export reads what was said of sizes by the parameters of forward, `*args` as one of them
-        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    except TypeError:  # not a call of this model, which whoever captures it will say
+    bound = bound_arguments(model, args, kwargs)
+    if bound is None:
         return []
     asked: Any = dynamic_shapes
     if isinstance(asked, dict):
-        asked = [asked.get(name) for name in bound]
+        asked = [asked.get(name) for name in bound.arguments]  # `*args` is one of them
     ones: list[Place] = []
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    for value, dims in _pairs([*bound.values()], asked):
+    for value, dims in _pairs([*bound.arguments.values()], asked):
         index = next(index for index, leaf in enumerate(leaves) if leaf is value)
         axes = dims.items() if isinstance(dims, dict) else enumerate(dims)
         ones += [(index, axis) for axis, dim in axes if _varies(dim) and value.shape[axis] == 1]

@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.device import device_kind
+from intarsia.capture.example import bound_arguments
 from intarsia.capture.size_guards import holds, read_guards
 from intarsia.lower.lowered import Lowered
 
@@ -52,9 +53,8 @@ def plain_integers(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _by_name(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(model, nn.Module):
         return {}
-    try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError:  # not a call of this model, which whoever captures it says
+    bound = bound_arguments(model, args, kwargs)
+    if bound is None:
         return {}
     kinds = [bound.signature.parameters[name].kind for name in bound.arguments]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -342,7 +342,7 @@ class Compiled(nn.Module):
     # What torch asks of any module, answered by one whose weights are frozen.
 
     def extra_repr(self) -> str:
-        return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
+        return f"{len(self.plan)} segment{'s' * (len(self.plan) != 1)} on {', '.join(self.plan.engines)}"
 
     def train(self, mode: bool = True) -> Self:
         """A compiled module computes what the model does in evaluation; `train()` is an error."""

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from intarsia.compare import disagreement
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, error_text
 from intarsia.graph.nodes import is_compute, is_control_flow, is_ordered, whereabouts
 from intarsia.runtime.compiled import Compiled, Run
 
@@ -225,8 +225,7 @@ class CudaGraphs:
         try:
             recorded = self._record(inputs)
         except Exception as error:  # what cannot be recorded runs as it did before
-            said = next(iter(str(error).splitlines()), "")
-            self._tell(f"not run as a CUDA graph: {type(error).__name__}: {said}")
+            self._tell(f"not run as a CUDA graph: {error_text(error)}")
         self._recorded[key] = recorded
         if recorded is not None:
             self._bytes += recorded.bytes

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from intarsia.engines import Engine, GuardedProgram, NetworkEngine, Program
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, error_text
 from intarsia.runtime.ownership import Ownership, constants_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class WithFallback:
             if reason is None:
                 return results
         except Exception as error:
-            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            reason = error_text(error)
         if self.strict:
             why = "require_full_compilation=True forbids PyTorch"
             raise EngineError(f"{self.engine} failed at a call ({reason}), and {why}")
@@ -145,10 +145,14 @@ def with_fallback(
     in_pytorch = InPyTorch(origin)
     if isinstance(program, GuardedProgram) and not strict:
         program.otherwise = in_pytorch
-    if origin.only_full and not strict:
-        program = UnlessEmpty(program, in_pytorch)
+    if origin.only_full:
+        program = UnlessEmpty(program, _refuse_empty if strict else in_pytorch)
     fresh = isinstance(origin.engine, NetworkEngine)
     return WithFallback(program, in_pytorch, origin.engine.name, makes, fresh, origin, strict)
+
+
+def _refuse_empty(*_: Any) -> tuple[Any, ...]:
+    raise EngineError("it takes no empty tensors")  # where PyTorch may not answer
 
 
 class InPyTorch:

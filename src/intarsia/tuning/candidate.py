@@ -15,7 +15,7 @@ from intarsia.build.judge import Call, Judge
 from intarsia.capture.device import device_kind
 from intarsia.compiler.entry import compile_whole
 from intarsia.engines import Engine, resolve_engines
-from intarsia.errors import InputError, IntarsiaError, InternalError
+from intarsia.errors import InputError, IntarsiaError, InternalError, first_line
 from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import example_inputs
 from intarsia.options import CompileOptions
@@ -102,7 +102,7 @@ def _program(
                     dynamic_shapes=kind.dynamic_shapes if shapes else None,
                 )
         except IntarsiaError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             if isinstance(error, InternalError):
                 warnings.warn(f"{type(module).__name__} runs as it is, in PyTorch: {reason}", stacklevel=2)
             continue
@@ -183,7 +183,7 @@ def generating_forward(
             **keywords,
         )
     except IntarsiaError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     reason = None if generation.forward.enabled else generation.notes[-1]
     if reason is None and only_if_faster:
         reason = _slower_generation(generation, prompts[0])

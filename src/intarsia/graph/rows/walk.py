@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from intarsia.errors import error_text, first_line
 from intarsia.graph.alias import changed_values, memory_of
 from intarsia.graph.nodes import whereabouts
 from intarsia.graph.rows.call import Call, Mixes, Numbers, Reduced, Rows, Summary, Unknown
@@ -34,7 +35,7 @@ def mixing(module: fx.GraphModule, calls: Sequence[tuple[int, Sequence[Any]]]) -
             with torch.no_grad():
                 walk.run(*inputs)
         except Mixes as error:
-            return str(error).splitlines()[0]  # the interpreter adds lines of its own
+            return first_line(error)  # the interpreter adds lines of its own
         except Exception as error:  # whatever an operator says: what does not run cannot be followed
             return _does_not_run(size, error)
         placements.append(walk.placed)
@@ -90,8 +91,7 @@ def doubt_about(
 
 
 def _does_not_run(size: int, error: Exception) -> str:
-    said = next(iter(str(error).splitlines()), "")
-    return f"the graph does not run at {size} rows ({type(error).__name__}: {said})"
+    return f"the graph does not run at {size} rows ({error_text(error)})"
 
 
 class _Walk(fx.Interpreter):

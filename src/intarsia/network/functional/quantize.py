@@ -1,4 +1,4 @@
-"""Functionals of quantisation: integers that stand for multiples of a scale."""
+"""Functionals of quantization: integers that stand for multiples of a scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IN_FLOAT32 = 1  # the accuracy level at which activations are not rounded
 
 @record_signature
 def quantize_linear(x: Tensor, scale: Tensor, zero_point: Tensor, *, axis: int | None = None) -> Tensor:
-    """`round(x / scale) + zero_point`, kept within the range of the zero point's type."""
+    """`round(x / scale) + zero_point`, clamped to the range of the zero point's dtype."""
     return op("QuantizeLinear", x, scale, zero_point, axis=axis)
 
 
@@ -41,7 +41,7 @@ def matmul_nbits(
     bits: int,
     block: int,
 ) -> Tensor:
-    """`x @ w.T + bias`, the weight as bytes (rows, blocks of columns, bytes of a block)."""
+    """`x @ w.T + bias`; the weight is bytes of shape (rows, blocks of columns, bytes of a block)."""
     return op(
         "MatMulNBits",
         x,
