@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from intarsia.errors import LoweringError
+from intarsia.lower.integer_products import find_integer_products
 from intarsia.lower.lowered import note_replaced
 from intarsia.lower.masks import simplify_masks
 from intarsia.lower.packing import pack_weights
@@ -208,7 +209,9 @@ _CASTS = frozenset(
 )
 
 
-lowering_pass(pack_weights)  # before constants are folded, which would make numbers of the integers
+# Before constants are folded, which would make numbers of the integers:
+lowering_pass(pack_weights)
+lowering_pass(find_integer_products)
 
 
 # Constant folding: what depends on weights alone is computed once, unless that would blow it up.
