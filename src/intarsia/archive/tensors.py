@@ -1,4 +1,8 @@
-"""Weights, once for all segments and engines, as safetensors."""
+"""Weights, once for all segments and engines, as safetensors.
+
+The format is written and read here. The library (0.8) reads and writes whole files: `safe_open` takes a path,
+and this file lies inside an archive; `serialize` and `deserialize` copy all of it, where it is mapped here.
+"""
 
 from __future__ import annotations
 

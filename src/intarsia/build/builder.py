@@ -21,6 +21,7 @@ from intarsia.build.trial import (
     Tried,
     case_of,
     contents_of,
+    left_if_empty,
     run_in_pytorch,
     try_piece,
 )
@@ -159,16 +160,14 @@ class Builder:
             self._build_bodies(module, cases)
             return engine.build(module)
         cases = [*cases, *other_branches(module, cases, self.notes)]
-        tried, only_full = self._try_both(module, engine, cases, sample), False
+        tried = self._try_both(module, engine, cases, sample)
         full = [case for case in cases if not has_empty(case.inputs)]
         if isinstance(tried, Failure) and not (tried.nodes or tried.for_good) and 0 < len(full) < len(cases):
             reason = tried.reason
             again = self._try_both(module, engine, full)
             if not isinstance(again, Failure):
-                self.notes.append(
-                    f"a segment on {engine_name} leaves calls without elements to PyTorch: {reason}"
-                )
-                tried, only_full = again, True
+                self.notes.append(left_if_empty(engine_name, reason))
+                tried = replace(again, only_full=True)
         if isinstance(tried, Failure):
             return tried
         if not engine.is_exact:
@@ -178,7 +177,7 @@ class Builder:
         # Guards get their PyTorch only now: an example that PyTorch has to answer is a failure.
         strict = self.settings.options.require_full_compilation
         return with_fallback(
-            tried.program, Origin(engine, module, tried.network, only_full), makes, strict=strict
+            tried.program, Origin(engine, module, tried.network, tried.only_full), makes, strict=strict
         )
 
     def _try_both(

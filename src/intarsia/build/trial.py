@@ -20,6 +20,7 @@ from intarsia.graph.piece import Piece
 from intarsia.network import Network
 from intarsia.rewrite import Patterns, apply, patterns_by_engine
 from intarsia.rounding import Rounding
+from intarsia.runtime.fallback import has_empty
 
 Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # what it returns are notes
 
@@ -49,6 +50,7 @@ class Tried:
     error: float = (
         0.0  # the largest on any case, as a share of an output's largest value, if it was looked at
     )
+    only_full: bool = False  # PyTorch answers calls with an empty tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +100,11 @@ def try_piece(
         return Failure(str(error))
     except Exception as error:
         return Failure(f"{engine.name} failed to build it: {error_text(error)}")
+    why = _fails_on_empty(engine, tried.network)
+    if why is not None:
+        tried = replace(tried, only_full=True)
+        fresh.append(left_if_empty(engine.name, why))
+        cases = [case for case in cases if not has_empty(case.inputs)]
     for case in sorted(cases, key=lambda case: case.elements):
         try:
             answers = within(limit_s, f"{engine.name}'s run", partial(tried.program, *case.inputs))
@@ -126,6 +133,18 @@ def _built(
     if rewrite is not None:
         notes += rewrite(net, engine)
     return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(net)), net)
+
+
+def _fails_on_empty(engine: Engine, net: Network | None) -> str | None:
+    if net is None or not isinstance(engine, NetworkEngine):
+        return None
+    varies = any(not isinstance(size, int) for tensor in net.get_inputs() for size in tensor.shape)
+    return engine.fails_on_empty(net) if varies else None
+
+
+def left_if_empty(engine: str, why: str) -> str:
+    """The note of a segment whose calls with an empty tensor PyTorch answers."""
+    return f"a segment on {engine} leaves calls without elements to PyTorch: {why}"
 
 
 def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -195,7 +195,11 @@ def _for_calls(path: str, module: nn.Module, calls: Sequence[Call], function: Pa
 
 
 def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
-    """`dynamic_shapes` for the sizes that differ between the calls; None if none does."""
+    """`dynamic_shapes` for the sizes that differ between the calls; None if none does.
+
+    Unlike those of `tuning.recorded`, sizes have no ranges: the calls are those of one run, and another call
+    of the model may bring longer ones. Whole numbers stay fixed: of a module inside, they seldom are sizes.
+    """
     flats = [pytree.tree_flatten((tuple(args), dict(kwargs))) for args, kwargs in calls]
     structure = flats[0][1]
     if any(other != structure for _, other in flats):

@@ -208,6 +208,13 @@ class NetworkEngine(Engine):
     def build(self, net: Network) -> Program:
         """Build the program that runs a network; EngineError if the engine fails."""
 
+    def fails_on_empty(self, net: Network) -> str | None:
+        """Why a program of a network whose sizes vary must never get an empty tensor; None if it may.
+
+        PyTorch answers such calls.
+        """
+        return None
+
     def patterns(self) -> Collection[str]:
         """The groups of shipped rewriting patterns that may make this engine faster (`Fusion.group`).
 

@@ -101,8 +101,12 @@ def _bytes_at(lowered: Lowered, sizes: dict[sympy.Symbol, int]) -> int:
 
 
 def _at(size: Any, sizes: dict[sympy.Symbol, int]) -> int:
-    found = size if isinstance(size, int) else size.subs(sizes)
-    return int(found) if isinstance(found, int) or found.is_number else 1
+    """A size where the varying sizes are these; 1 where there is none, as for a step of 0 rows."""
+    try:
+        found = size if isinstance(size, int) else size.subs(sizes)
+    except ZeroDivisionError:
+        return 1
+    return int(found) if isinstance(found, int) or found.is_finite else 1
 
 
 def _allowed(

@@ -145,10 +145,14 @@ def with_fallback(
     in_pytorch = InPyTorch(origin)
     if isinstance(program, GuardedProgram) and not strict:
         program.otherwise = in_pytorch
-    if origin.only_full and not strict:
-        program = UnlessEmpty(program, in_pytorch)
+    if origin.only_full:
+        program = UnlessEmpty(program, _refuse_empty if strict else in_pytorch)
     fresh = isinstance(origin.engine, NetworkEngine)
     return WithFallback(program, in_pytorch, origin.engine.name, makes, fresh, origin, strict)
+
+
+def _refuse_empty(*_: Any) -> tuple[Any, ...]:
+    raise EngineError("it takes no empty tensors")  # where PyTorch may not answer
 
 
 class InPyTorch:

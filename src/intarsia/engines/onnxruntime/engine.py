@@ -45,6 +45,9 @@ _ROUNDING = (
     "QuickGeluFusion",
 )
 
+# Given no rows or no steps, they divide by zero in a thread of their own, which ends the process (1.31.1).
+_ENDS_PROCESS_IF_EMPTY = frozenset({"GRU", "LSTM"})
+
 
 @dataclass(frozen=True)
 class OnnxRuntime(NetworkEngine):
@@ -119,6 +122,10 @@ class OnnxRuntime(NetworkEngine):
 
     def patterns(self) -> Collection[str]:
         return ("onnx", "com.microsoft")
+
+    def fails_on_empty(self, net: Network) -> str | None:
+        kinds = {layer.kind for layer in net.get_layers()} & _ENDS_PROCESS_IF_EMPTY
+        return f"{min(kinds)} without elements ends the process in ONNX Runtime" if kinds else None
 
     def probe(self, net: Network) -> str | None:
         from intarsia.engines.onnxruntime.model import check_bodies, is_static, plain
