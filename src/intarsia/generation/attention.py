@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from intarsia.engines.kernels.operators import has_kernels
-from intarsia.engines.kernels.operators import token_attention as kernel
+from intarsia.engines.triton_kernels.operators import has_kernels
+from intarsia.engines.triton_kernels.operators import token_attention as kernel
 from intarsia.generation.masks import hidden
 
 TOKEN, PROMPT = "intarsia_token", "intarsia_prompt"

@@ -21,7 +21,7 @@ import torch
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from intarsia.engines.kernels.operators import has_triton
+from intarsia.engines.triton_kernels.operators import has_triton
 from intarsia.generation.forward import GeneratingForward
 from intarsia.generation.generation import Generation
 from intarsia.generation.storage import append_to, stack_of
@@ -96,7 +96,7 @@ class Choice:
         scores = logits
         for processor in self.processors:
             if likeliest is not None and type(processor) is logits_process.TopKLogitsWarper:
-                from intarsia.engines.kernels.sampling import drawn_tokens
+                from intarsia.engines.triton_kernels.sampling import drawn_tokens
 
                 return drawn_tokens(scores, *likeliest)
             scores = processor(ids, scores)
