@@ -198,6 +198,7 @@ class NetworkEngine(Engine):
         """Why this engine refuses the layers of a small network; None if it accepts them."""
 
     takes_bodies: ClassVar[bool] = False  # layers that hold networks: `If` and `Loop`
+    multiplies_integers: ClassVar[bool] = False  # 8-bit activations by 8-bit weights, without saturation
     divides_exactly: ClassVar[bool] = True  # and does not multiply by reciprocals, which rounds twice
 
     def probe_all(self, nets: Sequence[Network]) -> list[str | None]:

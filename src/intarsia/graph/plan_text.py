@@ -16,7 +16,7 @@ from intarsia.graph.border import Border, borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.graph.sizes import Range, bytes_of, size_range, total_bytes
-from intarsia.quantized import bits_of
+from intarsia.quantized import bits_of, is_integer_product
 from intarsia.tracing import Profile, segment_name
 
 if TYPE_CHECKING:
@@ -48,9 +48,13 @@ def plan_text(segments: Segments, strategy: str, bodies: Bodies) -> str:
 
 
 def _packed_rows(segments: Segments) -> list[str]:
-    """The number of packed weights by engine and bits."""
+    """The number of packed weights by engine and bits, and of products of activations in 8 bits."""
     counts: dict[str, Counter[int]] = {}
+    products = Counter[str]()
     for segment in segments:
+        count = sum(map(is_integer_product, segment.nodes))
+        if count:
+            products[segment.engine] += count
         bits = [number for node in segment.nodes if (number := bits_of(node)) is not None]
         if bits:
             counts.setdefault(segment.engine, Counter()).update(bits)
@@ -58,6 +62,9 @@ def _packed_rows(segments: Segments) -> list[str]:
         f"weights in few bits on {engine}: "
         + ", ".join(f"{count} in {number} bits" for number, count in sorted(each.items()))
         for engine, each in counts.items()
+    ] + [
+        f"activations and weights in 8 bits on {engine}: {count} product{'s' * (count != 1)}"
+        for engine, count in products.items()
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from intarsia.errors import LoweringError
+from intarsia.lower.integer_products import find_integer_products
 from intarsia.lower.lowered import note_replaced
 from intarsia.lower.masks import simplify_masks
 from intarsia.lower.packing import pack_weights
@@ -209,7 +210,9 @@ _CASTS = frozenset(
 )
 
 
-lowering_pass(pack_weights)  # before constants are folded, which would unpack the integers
+# Before constants are folded, which would unpack the integers:
+lowering_pass(pack_weights)
+lowering_pass(find_integer_products)
 
 
 # Constant folding: values that depend on weights alone are computed once.
