@@ -22,7 +22,7 @@ from intarsia.archive.codec import (
 )
 from intarsia.errors import ArchiveError
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
-from intarsia.lower.output_views import Layouts, OutputView
+from intarsia.lower.result_memory import Layouts, OutputView
 from intarsia.runtime.call_interface import Check, ConstantCheck, IntegerCheck, TensorCheck
 from intarsia.runtime.compiled import Compiled
 

@@ -21,7 +21,7 @@ from intarsia.lower import Lowered
 from intarsia.lower.decompositions import decomposition_table, keeping_whole
 from intarsia.lower.integers import other_values
 from intarsia.lower.lowered import example_inputs
-from intarsia.lower.range_ends import corners
+from intarsia.lower.size_examples import corners
 from intarsia.partition.table import PYTORCH
 from intarsia.runtime.call_interface import check_inputs, checks_of
 from intarsia.runtime.compiled import Compiled

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from intarsia.engines import Program
 from intarsia.graph.piece import Piece
 from intarsia.lower import Lowered, Role
-from intarsia.lower.output_views import Order, is_rows, laid_out
+from intarsia.lower.result_memory import Order, is_rows, laid_out
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.ownership import Ownership, constants_of
 
