@@ -30,7 +30,7 @@ from intarsia.lower.lowered import Lowered
 from intarsia.plain_tensors import plain_state
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import CudaGraphs
-from intarsia.runtime.fallback import Made, Origin, with_fallback
+from intarsia.runtime.fallback import Origin, ResultType, with_fallback
 from intarsia.runtime.inlay import Assembly, Inlay
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ class _Loader:
             return pytorch, pytorch.build(graph.module)
 
     def _on_engine(self, item: Json, graph: ReadGraph, engine: Engine) -> Program:
-        makes: list[Made | None] = [
+        types: list[ResultType | None] = [
             None if make is None else (from_json(make[0]), None if make[1] is None else torch.Size(make[1]))
             for make in item["makes"]
         ]
@@ -328,12 +328,12 @@ class _Loader:
             if program is None:
                 assert origin.network is not None
                 program = engine.build(origin.network)
-            return with_fallback(program, origin, makes)
+            return with_fallback(program, origin, types)
         assert isinstance(engine, GraphEngine)
         program = self._from_package(item, graph, engine)
         if program is None:
             program = engine.build(graph.module)
-        return with_fallback(program, Origin(engine, graph.module, None, only_full), makes)
+        return with_fallback(program, Origin(engine, graph.module, None, only_full), types)
 
     def _from_package(self, item: Json, graph: ReadGraph, engine: GraphEngine) -> Program | None:
         """The program of machine code in the file, where the caller trusts that and it was made here."""

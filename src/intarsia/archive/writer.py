@@ -214,7 +214,7 @@ class BundleWriter:
             "module": graph_to_json(origin.module, self._tensors, self._body, values=values),
             "makes": [
                 None if make is None else [to_json(make[0]), None if make[1] is None else list(make[1])]
-                for make in program.makes
+                for make in program.types
             ],
             "only_full": origin.only_full,
         }

@@ -35,7 +35,7 @@ from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy,
 from intarsia.partition.constrain import constrain
 from intarsia.partition.strategies import require_full
 from intarsia.partition.support import support_table
-from intarsia.runtime.fallback import Origin, has_empty, makes_of, with_fallback
+from intarsia.runtime.fallback import Origin, has_empty, types_of, with_fallback
 from intarsia.runtime.inlay import Inlay
 
 _TIMED_RUNS = 3  # the quickest counts: OpenVINO prepares for sizes in the first
@@ -173,11 +173,11 @@ class Builder:
         if not engine.is_exact:
             self.errors[compute_nodes(module.graph)[0].name] = tried.error
         returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
-        makes = makes_of([node.meta.get("val") for node in returned])
+        types = types_of([node.meta.get("val") for node in returned])
         # Guards get their PyTorch only now: an example that PyTorch has to answer is a failure.
         strict = self.settings.options.require_full_compilation
         return with_fallback(
-            tried.program, Origin(engine, module, tried.network, tried.only_full), makes, strict=strict
+            tried.program, Origin(engine, module, tried.network, tried.only_full), types, strict=strict
         )
 
     def _try_both(
