@@ -190,8 +190,8 @@ def _writes(node: fx.Node) -> bool:
 class Program:
     """A compiled graph and its weights.
 
-    `fits` checks before a call whether the weights are the same tensors. The compiled module checks whether they
-    were written to, and raises StaleWeightsError.
+    `fits` checks before a call whether the weights are the same tensors. The compiled module checks whether
+    they were written to, and raises StaleWeightsError.
     """
 
     compiled: Callable[..., Any]
