@@ -198,9 +198,7 @@ def _from_file(path: Path) -> Specimen:
     if path.suffix == ".py":
         raise InputError(f"{path} names no function; write {path}:FUNCTION")
     if path.suffix in _ENGINE_FILES:
-        raise InputError(
-            f"{path} is not a PyTorch model; to compare it: `intarsia check MODEL --against {path}`"
-        )
+        raise InputError(f"{path} is no PyTorch model; `intarsia check MODEL --against {path}` compares it")
     if path.suffix in _WEIGHTS:
         raise InputError(
             f"{path} has weights without a model; write a function that builds the model and loads them,"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
+
+from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards
 
 
 class AppendedNodes:
@@ -29,3 +32,24 @@ class AppendedNodes:
     def _name(self) -> str:
         self._count += 1
         return f"{self._prefix}_{self._count}"
+
+
+def add_checks(
+    model: Any,
+    output: str,
+    guards: Guards,
+    inputs: Collection[str],
+    number: Callable[[AppendedNodes, AnyGuard], tuple[str, float]],
+) -> Checks:
+    """Let the model compute a number for each guard that is not of these inputs, in one more output.
+
+    `number` appends the layers of a guard, and gives the name of their result and the most it may be.
+    """
+    on_inputs, computed = guards.by_input(inputs)
+    nodes = AppendedNodes(model.graph, output)
+    numbers = [number(nodes, guard) for guard in computed]
+    if numbers:
+        flat = [nodes.add("Reshape", name, nodes.constant(np.array([1], np.int64))) for name, _ in numbers]
+        model.graph.node.append(helper.make_node("Concat", flat, [output], axis=0))
+        model.graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, [len(flat)]))
+    return Checks(on_inputs, computed, np.array([most for _, most in numbers], dtype=np.float32))

@@ -19,9 +19,8 @@ from intarsia.engines.mnn.layers import spread_choices, spreads_both
 from intarsia.engines.mnn.limits import add_checks, planned
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
+from intarsia.network.ops import COMPARES
 from intarsia.network.serialize import to_proto
-
-_COMPARISONS = frozenset({"Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual"})
 
 
 def written_out(net: Network, proto: Any) -> None:
@@ -41,7 +40,7 @@ def written_out(net: Network, proto: Any) -> None:
             _attend(writer, node, layers[node.output[0]])
         elif node.op_type == "Cast" and _target(node) == TensorProto.BOOL:
             _truth(writer, layers[node.output[0]])
-        elif node.op_type in _COMPARISONS:
+        elif node.op_type in COMPARES:
             _compare(writer, node, layers[node.output[0]])
         elif node.op_type == "Where":
             _choose(writer, node, layers[node.output[0]])
