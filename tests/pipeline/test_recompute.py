@@ -128,7 +128,7 @@ class Odd(nn.Module):
 
 def test_stages_of_modules_refuse():
     model = nn.Sequential(nn.Linear(4, 4), Odd(), nn.Linear(4, 4), Odd())
-    with pytest.raises(PartitionError, match="cut along the module tree"):
+    with pytest.raises(PartitionError, match="these stages are cut along modules"):
         split(model, (torch.randn(2, 4),), stages=2, by="memory", checkpoint=["0"])
 
 
