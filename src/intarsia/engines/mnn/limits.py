@@ -116,9 +116,9 @@ def _number(tensors: Mapping[str, Tensor], nodes: AppendedNodes, guard: AnyGuard
         size = nodes.add("Abs", nodes.add("Cast", x, to=TensorProto.FLOAT))
         return nodes.add("ReduceSum", size, keepdims=0), guard.high
     dtype = np.float32 if is_float else np.int64
-    inside = nodes.add("GreaterOrEqual", nodes.constant(_bound(guard.high, dtype)), x)
+    inside = nodes.add("GreaterOrEqual", _bound(guard.high, dtype), x)
     if guard.low != -math.inf:
-        above = nodes.add("GreaterOrEqual", x, nodes.constant(_bound(guard.low, dtype)))
+        above = nodes.add("GreaterOrEqual", x, _bound(guard.low, dtype))
         inside = nodes.add("And", inside, above)
     misses = nodes.add("Cast", nodes.add("Not", inside), to=TensorProto.FLOAT)
     return nodes.add("ReduceMax", misses, keepdims=0), 0.5

@@ -283,6 +283,6 @@ def _number(
     if not open_below and (guard.total or guard.low == -math.inf or guard.high >= 2.0**50):
         return nodes.add("ReduceL1", x, keepdims=0), guard.high
     size = x if open_below else nodes.add("Abs", x)
-    inside = nodes.add("LessOrEqual", size, nodes.constant(np.array(guard.high, np.float32)))
+    inside = nodes.add("LessOrEqual", size, float(guard.high))
     misses = nodes.add("Cast", nodes.add("Not", inside), to=TensorProto.FLOAT)
     return nodes.add("ReduceMax", misses, keepdims=0), 0.5
