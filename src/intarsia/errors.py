@@ -38,6 +38,16 @@ def error_text(error: BaseException) -> str:
     return name if line == name else f"{name}: {line}"
 
 
+def near_names(name: object, known: Iterable[str], most: int = 3) -> str:
+    """The end of a message: the known names that are spelled much like this one; empty if there are none.
+
+    >>> near_names("brt", ["bert", "vit"])
+    "; did you mean 'bert'?"
+    """
+    near = get_close_matches(str(name), sorted(set(known)), n=most)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
 class IntarsiaError(Exception):
     """The base class of the errors of this package."""
 
@@ -119,16 +129,6 @@ class PipelineError(IntarsiaError):
     """A pipeline stopped: a stage failed, or another process was lost."""
 
 
-def near_names(name: str, names: Iterable[str]) -> str:
-    """The end of a message: the names that are spelled much like `name`, or nothing.
-
-    >>> near_names("brt", ["bert", "vit"])
-    "; did you mean 'bert'?"
-    """
-    near = get_close_matches(name, sorted(set(names)), n=3)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
 def check_option_names(names: Iterable[str], known: Iterable[str], function: str) -> None:
     """Raise OptionError, with near names, for a keyword that the function does not have.
 
@@ -140,5 +140,5 @@ def check_option_names(names: Iterable[str], known: Iterable[str], function: str
     known = list(known)
     for name in names:
         if name not in known:
-            hint = near_names(str(name), known) or f"; its options are {', '.join(known)}"
+            hint = near_names(name, known, most=1) or f"; known are {', '.join(known)}"
             raise OptionError(f"{function} has no option {name!r}{hint}")

@@ -176,7 +176,7 @@ def check_dynamic_shapes(
     named = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else {}
     for name in named:
         if name not in bound and name not in kwargs:
-            hint = near_names(str(name), bound) or f"; they are {', '.join(bound)}"
+            hint = near_names(name, bound) or f"; they are {', '.join(bound)}"
             raise InputError(f"dynamic_shapes names {name!r}, which is not an argument of the call{hint}")
     if not named and len(dynamic_shapes) > len(bound):
         raise InputError(

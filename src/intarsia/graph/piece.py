@@ -79,7 +79,7 @@ def _piece(gm: fx.GraphModule, segment: Segment, border: Border) -> Piece:
 
 
 def _epilogue(gm: fx.GraphModule, border: Border) -> Piece | None:
-    returned = dict.fromkeys(next(node for node in gm.graph.nodes if node.op == "output").all_input_nodes)
+    returned = dict.fromkeys(gm.graph.output_node().all_input_nodes)
     outputs = tuple(node for node in border.local if node in returned)
     if not outputs:
         return None
@@ -127,9 +127,8 @@ def place_of(line: Line, cut: int | str) -> int:
     if inside:
         return inside[0]
     known = {node.name for node in line.nodes} | {path for n in line.nodes for path, _ in modules(n)}
-    raise PartitionError(
-        f"cuts names {cut!r}, which is neither a node nor a module of the graph{near_names(cut, known)}"
-    )
+    hint = near_names(cut, known)
+    raise PartitionError(f"cuts names {cut!r}, which is neither a node nor a module of the graph{hint}")
 
 
 def places_of(line: Line, plan: Plan) -> list[int]:

@@ -191,7 +191,8 @@ def check_op_names(
             full_names = [*besides, *(full for node in nodes for full in op_names(node))]
             known = {part for full in full_names for part in _shorter(full)}
             hint = near_names(str(name).removeprefix("torch.ops."), known)
-            raise UnknownNameError(f"{option} names {name!r}, which no node is{hint}", option, name)
+            message = f"{option} names {name!r}, which no node is{hint}"
+            raise UnknownNameError(message, option, name)
 
 
 def is_operator(name: Any) -> bool:

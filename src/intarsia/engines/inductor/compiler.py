@@ -64,7 +64,8 @@ def unknown_option(options: Mapping[str, Any]) -> str | None:
     known = torch._inductor.list_options()
     for name in options:
         if name not in known:
-            return f"Inductor of torch {torch.__version__} has no option {name!r}{near_names(name, known)}"
+            hint = near_names(name, known)
+            return f"Inductor of torch {torch.__version__} has no option {name!r}{hint}"
     return None
 
 

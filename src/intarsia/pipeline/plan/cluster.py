@@ -117,7 +117,7 @@ def _object(data: Any, what: str, names: set[str]) -> Mapping[str, Any]:
         raise PartitionError(f"{what} must be a JSON object, not {type(data).__name__}")
     for name in data:
         if name not in names:
-            hint = near_names(str(name), names) or f"; its entries are {', '.join(sorted(names))}"
+            hint = near_names(name, names) or f"; its entries are {', '.join(sorted(names))}"
             raise PartitionError(f"{what} has an unknown entry {name!r}{hint}")
     return data
 
