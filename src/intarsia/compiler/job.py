@@ -65,13 +65,15 @@ from intarsia.logs import LOG, log_refusals, stage
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import example_inputs
-from intarsia.memory import release_freed
+from intarsia.memory import release_freed, release_mapped
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Plan, SupportTable
 from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table
+from intarsia.plain_tensors import plain_tensors
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.freshness import weights_of
 
 
 def prepare(
@@ -159,12 +161,13 @@ class CompileJob:
         try:
             return self._run()
         finally:
-            release_freed()
+            self._release()
 
     def _run(self) -> Compiled:
         captured = self.capture()
+        release_freed()  # what a layer unpacks of its weights, many times as large
         graph = self.lower(captured)
-        release_freed()
+        self._release()
         cache = self.cache_entry(graph)
         earlier = cache.module(self._module, graph.lowered)
         if earlier is not None:
@@ -173,6 +176,7 @@ class CompileJob:
         if graph.fault is not None:
             return self.as_it_is(graph, graph.fault)
         support = self.support(graph)
+        self._release()
         if support.measured is None:
             compiled = self.build(graph, support)
         else:
@@ -184,6 +188,14 @@ class CompileJob:
         if verified is compiled:
             self.store(cache, graph, compiled)
         return self.finish(graph, verified)
+
+    def _release(self) -> None:
+        """Give back memory that the process can do without, the weights of a file among it."""
+        release_freed()
+        if self._module is not None:
+            release_mapped(
+                part for weight in weights_of(self._module) for part in plain_tensors(weight.tensor)
+            )
 
     @stage("running the model")
     def capture(self) -> Captured:
