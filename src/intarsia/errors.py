@@ -19,6 +19,25 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class if it has none.
+
+    >>> first_line(ValueError("too long\\nby 3"))
+    'too long'
+    """
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def error_text(error: BaseException) -> str:
+    """The class of an error and the first line of its message.
+
+    >>> error_text(ValueError("too long\\nby 3"))
+    'ValueError: too long'
+    """
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
 class IntarsiaError(Exception):
     """The base class of the errors of this package."""
 

@@ -130,11 +130,17 @@ def test_other_sizes_go_to_the_module_itself() -> None:
         assert_alike(fast, model, torch.rand(5, 8))
 
 
+def _traced() -> nn.Module:
+    return torch.jit.trace(mlp(), X)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @pytest.mark.parametrize("fallback", ["parts", "eager"])
-def test_torchscript_runs_as_it_is(fallback: Any) -> None:
-    model = torch.jit.script(mlp())
+@pytest.mark.parametrize("script", [lambda: torch.jit.script(mlp()), _traced], ids=["script", "trace"])
+def test_torchscript_runs_as_it_is(script: Callable[[], nn.Module], fallback: Any) -> None:
+    model = script()
     fast = intarsia.compile(model, (X,), fallback=fallback)
     assert isinstance(fast, intarsia.PartlyCompiled) and not fast.parts
+    assert "unexpected" not in str(fast.notes)
     assert_alike(fast, model, X)
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import intarsia
-from intarsia.choose import mixes
+from intarsia.choose import mixes, standings
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
 from intarsia.choose.findings import BlockCost
 from intarsia.choose.mixes import calibrated, path_cost, promising_mixes
 from intarsia.choose.search import Search
 from intarsia.convert import registry
-from intarsia.lower.generalize import lower_model
+from intarsia.lower.model import lower_model
 
 
 class Layer(nn.Module):
@@ -172,7 +172,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
         return {name: (1.0 if name.startswith("mix") else 10.0,) * 4 for name in calls}
 
     monkeypatch.setattr(mixes, "race_plans", block_race)
-    monkeypatch.setattr("intarsia.choose.search.race_plans", race)
+    monkeypatch.setattr(standings, "race_plans", race)
     return counts
 
 
@@ -213,7 +213,7 @@ def test_without_a_budget_equal_layers_are_measured_only_on_engines_near_the_bes
     def race(calls: dict[str, object], *_: object, **__: object) -> dict[str, tuple[float, ...]]:
         return {name: (1.0 if name.startswith("openvino") else 1.4,) * 4 for name in calls}
 
-    monkeypatch.setattr("intarsia.choose.search.race_plans", race)
+    monkeypatch.setattr(standings, "race_plans", race)
     # On a busy machine, what is left of a short compile is too little for blocks.
     monkeypatch.setattr(Search, "_affordable_blocks", lambda search, _: _six(search.workshop.builder.module))
     monkeypatch.setattr(Search, "_enough", lambda *_: False)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.choose import measured, search
+from intarsia.choose import measured, search, standings
 from intarsia.choose.measured import Measured
 from intarsia.engines import Inductor
 from intarsia.engines.inductor import engine as inductor_engine
@@ -54,7 +54,7 @@ class Races:
 
 def _races(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, float]) -> Races:
     races = Races(table)
-    monkeypatch.setattr(search, "race_plans", races)
+    monkeypatch.setattr(standings, "race_plans", races)
     return races
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]  # the arguments of a model by place and by name
+
+
+def bound_arguments(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments | None:
+    """The arguments of a call by the names of the model's `forward`.
+
+    None where `forward` does not take them, or has no signature, as in TorchScript: capture says so.
+    """
+    try:
+        return inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return None
 
 
 def distinct_inputs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from intarsia.capture.example import distinct_inputs
+from intarsia.capture.example import bound_arguments, distinct_inputs
 from intarsia.errors import InputError
 
 Shape = tuple[int, ...]
@@ -151,13 +150,15 @@ def resolve_call(
         )
     if dynamic_shapes is not None:
         raise InputError("both an Input and dynamic_shapes say which sizes vary; give one of them")
-    names = [*inspect.signature(model.forward).parameters][: len(args)]
     resolved = resolve((*args, *kwargs.values()))
     named = dict(zip(kwargs, resolved.args[len(args) :], strict=True))
     examples = distinct_inputs(model, resolved.args[: len(args)], named)
     if resolved.dynamic_shapes is None:
         return (*examples, None)
-    return (*examples, dict(zip((*names, *kwargs), resolved.dynamic_shapes, strict=True)))
+    count = len(args)
+    by_name = dict(zip(kwargs, resolved.dynamic_shapes[count:], strict=True))
+    bound = bound_arguments(model, resolved.dynamic_shapes[:count], by_name)
+    return (*examples, None if bound is None else dict(bound.arguments))
 
 
 def check_dynamic_shapes(
@@ -169,10 +170,10 @@ def check_dynamic_shapes(
     if not isinstance(dynamic_shapes, Mapping | list | tuple):
         what = "give the dimensions that vary of each argument, such as {'x': {0: Dim('batch')}}"
         raise InputError(f"dynamic_shapes={dynamic_shapes!r}; {what}")
-    try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    except TypeError:  # not a call of this model, which whoever captures it says
+    call = bound_arguments(model, args, kwargs)
+    if call is None:
         return
+    bound = call.arguments
     named = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else {}
     for name in named:
         if name not in bound and name not in kwargs:

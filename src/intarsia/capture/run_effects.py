@@ -67,6 +67,7 @@ def watched(model: nn.Module) -> Iterator[list[Effect]]:
     >>> [(effect.follows, effect.text) for effect in effects]
     [('refusal', "the model draws from Python's random, which a graph does not repeat")]
     """
+    # With hooks of its own: those of `watch_calls` read the clock, which would be taken for the model's.
     effects: list[Effect] = []
     if isinstance(model, torch.jit.ScriptModule) or not isinstance(model, nn.Module):
         yield effects

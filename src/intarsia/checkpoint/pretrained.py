@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from intarsia.checkpoint.layouts import UnknownLayout, scheme_of
-from intarsia.errors import InputError
+from intarsia.errors import InputError, first_line
 
 
 def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> Any:
@@ -58,8 +58,7 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> 
     except InputError:
         raise
     except Exception as error:  # transformers raises many kinds here
-        said = next(iter(str(error).splitlines()), "")
-        raise InputError(f"transformers cannot load {folder}: {said}") from error
+        raise InputError(f"transformers cannot load {folder}: {first_line(error)}") from error
 
 
 def _quantized(hf: Any, folder: Path, config: Any, settings: dict[str, Any], loaded: dict[str, Any]) -> Any:
@@ -80,8 +79,7 @@ def _by_its_own_package(hf: Any, folder: Path, reason: UnknownLayout, loaded: di
     try:
         return _complete(hf, folder, hf.AutoConfig.from_pretrained(folder), loaded)
     except Exception as error:  # transformers raises many kinds here
-        said = next(iter(str(error).splitlines()), "")
-        raise InputError(f"{reason}, and transformers cannot load {folder}: {said}") from error
+        raise InputError(f"{reason}, and transformers cannot load {folder}: {first_line(error)}") from error
 
 
 def _complete(hf: Any, folder: Path, config: Any, loaded: dict[str, Any]) -> Any:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from intarsia.build.builder import Timed
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
@@ -19,24 +18,20 @@ from intarsia.choose.candidate import (
     with_other_options,
     without_patterns,
 )
-from intarsia.choose.findings import BlockCost, Findings, Trial, is_decided, winner
+from intarsia.choose.findings import BlockCost, Findings
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
 from intarsia.choose.mixes import Costing, block_error, mix, promising_mixes, shortened, with_exact_blocks
 from intarsia.choose.race import (
-    SPREAD_ROUNDS,
-    SURE_ROUNDS,
     Progress,
-    is_quick,
-    least_rounds,
     least_s,
     nearest,
     no_room,
-    race_plans,
 )
+from intarsia.choose.standings import FAR, Standings
 from intarsia.engines import Engine
 from intarsia.engines.time_limit import OutOfTime
-from intarsia.errors import EngineError, IntarsiaError
+from intarsia.errors import IntarsiaError, first_line
 from intarsia.partition import PYTORCH
 
 SLOW_BUILD_S = 60.0  # what an engine that is slow to build may take
@@ -45,9 +40,6 @@ _RESERVE = 0.3  # the part of the budget that is kept for building mixes and for
 _RACE_S = 0.1  # of one block on one engine
 _MIXES = 3  # how many are built
 _CLOSE = 1.3  # who is slower after the first race does not run in the last
-_FAR = 1.6  # plans this slow in two rounds leave the race, and no options of them are tried
-_ROUNDS = 20  # of the race that decides
-_AHEAD = 1.03  # another plan's median is faster than the selected plan's by this factor
 _AGAIN = 1.7  # without a budget given, measuring may take so many times what the first plan took
 
 
@@ -64,89 +56,62 @@ class Search:
     context: str = ""  # what the programs depend on besides graph, engines and options
     tolerance: float | None = None  # how far results may be off; None for exact arithmetic
     build_s: dict[tuple[str, ...], float] = field(default_factory=dict, init=False)  # by engines
-    built: dict[str, Built] = field(default_factory=dict, init=False)
-    trials: dict[str, Trial] = field(default_factory=dict, init=False)
     blocks: tuple[BlockCost, ...] = field(default=(), init=False)
     entering: dict[str, float] = field(default_factory=dict, init=False)
-    left_out: list[str] = field(default_factory=list, init=False)
     errors: list[IntarsiaError] = field(default_factory=list, init=False)
-    complete: bool = field(default=True, init=False)
     interrupted: bool = field(default=False, init=False)
     _planned: set[str] = field(default_factory=set, init=False)  # fingerprints of what was built
-    _behind: set[str] = field(default_factory=set, init=False)  # who does not run in the last race
+
+    def __post_init__(self) -> None:
+        self.plans = Standings(self.measured, self.sample, self.progress)
 
     def run(self) -> tuple[Built, Findings]:
         """The best plan that was built, verified and measured, and all that was found out."""
         try:
             self._search()
         except KeyboardInterrupt:
-            if not self.built:
+            if not self.plans.built:
                 raise
             self.interrupted = True
-            self._leave_out("what was not measured when the search was interrupted")
-        chosen = self._decide()
-        return self.built[chosen], self._findings(chosen)
+            self.plans.leave_out("what was not measured when the search was interrupted")
+        chosen = self.plans.leader()
+        return self.plans.built[chosen], self._findings(chosen)
 
     def _search(self) -> None:
         first, *others = line_ups(self.workshop, self.engines, self.measured)
         # Who gave a tolerance wants shorter arithmetic tried, before an engine that may take all the time.
         later = [other for other in others if self.tolerance is not None and other.is_slow_to_build]
         self._build_all([first, *(other for other in others if other not in later)])
-        if not self.built:
+        if not self.plans.built:
             raise self.errors[0]
         rounds = 5 if self.measured.budget_s else 3  # that show which plans may win; the last race decides
-        self._race(list(self.built), final=False, rounds=rounds, share=0.15)
-        leaders = self._close(_CLOSE)
+        self.plans.race(list(self.plans.built), final=False, rounds=rounds, share=0.15)
+        leaders = self.plans.close(_CLOSE)
         variants = self._variants(leaders)
-        self._behind = self.built.keys() - set(leaders)
+        self.plans.behind = self.plans.built.keys() - set(leaders)
         fresh = self._shortened(leaders[0]) + self._build_all(later)
         fresh += self._build_all(variants)
         fresh += self._build_all(self._mixes())
-        last = nearest(leaders, fresh, self.trials)
-        if len(last) > 1 and (fresh or self._fits_a_race(last)):
-            self._last_race(last)
+        last = nearest(leaders, fresh, self.plans.trials)
+        if len(last) > 1 and (fresh or self.plans.fits_a_race(last)):
+            self.plans.last_race(last)
         else:
-            self.trials |= {name: replace(self.trials[name], final=True) for name in leaders}
+            trials = self.plans.trials
+            trials |= {name: replace(trials[name], final=True) for name in leaders}
 
     def _variants(self, leaders: Sequence[str]) -> list[Candidate]:
         """Other options of all that they may bring to the front; then the leaders without patterns.
 
         Spinning threads make up for more than `_CLOSE`: those of a recurrent layer meet at every step.
         """
-        candidates = {name: built.candidate for name, built in self.built.items()}
-        near = [candidates[name] for name in self._close(_FAR)]
+        candidates = {name: built.candidate for name, built in self.plans.built.items()}
+        near = [candidates[name] for name in self.plans.close(FAR)]
         variants = [
             other for plan in near for other in with_other_options(plan, self.workshop, self.measured)
         ]
         for name in leaders:
             variants += without_patterns(candidates[name], self.workshop, self.measured)
         return variants
-
-    def _last_race(self, names: Sequence[str]) -> None:
-        """The race that decides; once more where another plan seems faster than the selected one.
-
-        With dropped plans, where the machine was so busy that one of them may be faster; or with
-        only those that are ahead in the median, but did not win three rounds of four.
-        """
-        # They were 15 of the 52 s of CPU time that BERT with sizes that vary was compiled for, in 20 rounds.
-        is_long = self.measured.budget_s is None and not is_quick(names, self.trials, _ROUNDS)
-        rounds = SURE_ROUNDS if is_long else _ROUNDS
-        self._race(names, final=True, rounds=rounds, share=0.2)
-        kept = self.trials[self._decide()]
-        standing = [trial for trial in self.trials.values() if trial.name in self.built]
-        again = [trial.name for trial in standing if trial.final or self._may_beat(trial, kept)]
-        if all(self.trials[name].final for name in again):
-            again = [kept.name, *(t.name for t in standing if t.final and t.median * _AHEAD < kept.median)]
-        if len(again) > 1 and self._fits_a_race(again):
-            # Rounds of different races are not compared.
-            self.trials = {name: replace(trial, final=False) for name, trial in self.trials.items()}
-            self._race(again, final=True, rounds=rounds, share=0.2)
-
-    def _fits_a_race(self, names: Sequence[str]) -> bool:
-        """Whether there is time for three more rounds, or they take little and a spread is not known yet."""
-        took = SPREAD_ROUNDS * sum(self.trials[name].median for name in names)
-        shown = min(len(self.trials[name].seconds) for name in names) >= SPREAD_ROUNDS
-        return took < self.progress.left_s or (not shown and is_quick(names, self.trials))
 
     def _limit(self) -> None:
         """Set the budget after the first plan is built: the time of compiling is then known."""
@@ -169,9 +134,9 @@ class Search:
         # In a network of equal layers, an engine that is behind is so in each of them. Blocks were 5 of
         # the 25 s of CPU time that BERT with sizes that vary was compiled for.
         if self.measured.budget_s is None and blocks.is_repetitive:
-            quick = [engine for engine in quick if engine.name not in self._behind]
+            quick = [engine for engine in quick if engine.name not in self.plans.behind]
         if len(quick) < 2:
-            self._leave_out(
+            self.plans.leave_out(
                 "mixes: one engine leads in a network of equal layers; a budget measures its blocks"
             )
             return []
@@ -182,12 +147,12 @@ class Search:
         self.entering = costing.entering()
         costs = costing.costs(blocks, self.sample.inputs, self._enough)
         if costs is None:
-            self._leave_out(f"mixes: blocks took more than their part of the budget of {self._budget}")
+            self.plans.leave_out(f"mixes: blocks took more than their part of the budget of {self._budget}")
             return []
         self.blocks = costs
-        alone = {e.name: self.trials[e.name].median for e in quick if e.name in self.trials}
-        best = min(trial.median for trial in self.trials.values())
-        ways = promising_mixes(costs, self.entering, alone, best, _MIXES)
+        median = {name: trial.median for name, trial in self.plans.trials.items()}
+        alone = {engine.name: median[engine.name] for engine in quick if engine.name in median}
+        ways = promising_mixes(costs, self.entering, alone, min(median.values()), _MIXES)
         return [mix(blocks, quick, way) for way in ways]
 
     def _shortened(self, lead: str) -> list[str]:
@@ -197,44 +162,38 @@ class Search:
         fitting = []
         for candidate in shortened(self.workshop.builder.module, self.engines):
             for name in self._build_all([candidate]):
-                built = self.built[name]
+                built = self.plans.built[name]
                 if self._is_close_enough(name):
                     fitting.append(name)
                     continue
-                took, exact = self._quickest_call(built), self.trials[lead].quickest
+                took, exact = self.plans.quickest_call(built), self.plans.trials[lead].quickest
                 if took <= exact:
                     fitting += self._with_exact_blocks(candidate.engines[0], lead)
                 else:
                     slower = f"all of it takes {took * 1e3:.3g} ms, and {lead} {exact * 1e3:.3g}"
-                    self.left_out.append(f"{name}, some blocks exact: {slower}")
+                    self.plans.left_out.append(f"{name}, some blocks exact: {slower}")
         return fitting
-
-    def _quickest_call(self, built: Built) -> float:
-        """About what a call takes, to see whether a plan is worth more work; infinite where it fails."""
-        call, failed = {"": built.call(self.sample)}, dict[str, Exception]()
-        race = race_plans(call, self.measured.objective, rounds=2, least=1, budget_s=0.0, failed=failed)
-        return min(race.get("", (math.inf,)))
 
     def _is_close_enough(self, name: str) -> bool:
         assert self.tolerance is not None
-        error = self.built[name].error
+        error = self.plans.built[name].error
         if error <= self.tolerance:
             return True
-        self.left_out.append(f"{name}: its error is {error:.2g}, and tolerance={self.tolerance:g}")
-        del self.built[name]
+        self.plans.left_out.append(f"{name}: its error is {error:.2g}, and tolerance={self.tolerance:g}")
+        del self.plans.built[name]
         return False
 
     def _with_exact_blocks(self, short: Engine, lead: str) -> list[str]:
         """The short engine with its worst blocks on the leading exact engine: as few of them as will do."""
         blocks = self._affordable_blocks(1)
-        exact = next((e for e in self.built[lead].candidate.engines if e.is_exact), self.engines[-1])
+        exact = next((e for e in self.plans.built[lead].candidate.engines if e.is_exact), self.engines[-1])
         if blocks is None:
             return []
         fed = blocks.values(self.sample.inputs)
         errors: list[float] = []
         for number in range(len(blocks)):
             if self._enough(f"the error of block {number} of {len(blocks)} on {short.name}"):
-                self._leave_out(
+                self.plans.leave_out(
                     f"{short.name}, some blocks exact: errors of blocks do not fit {self._budget}"
                 )
                 return []
@@ -262,7 +221,7 @@ class Search:
                 return None
             if whole * blocks.share + len(set(blocks.digests)) * engines * _RACE_S < left:
                 return blocks
-        self._leave_out(f"mixes: measuring blocks does not fit into what is left of {self._budget}")
+        self.plans.leave_out(f"mixes: measuring blocks does not fit into what is left of {self._budget}")
         return None
 
     def _enough(self, what: str) -> bool:
@@ -277,11 +236,11 @@ class Search:
         """Build those that fit the budget and are not what was built before; the names of what was built."""
         names = []
         for candidate in candidates:
-            if candidate.name in self.trials:  # raced already: a line-up may have options of its own
+            if candidate.name in self.plans.trials:  # raced already: a line-up may have options of its own
                 continue
             favoured = self._is_favoured(candidate)
-            if self.built and (reason := self._too_late(candidate)):
-                self._leave_out(f"{candidate.name}: {reason}")
+            if self.plans.built and (reason := self._too_late(candidate)):
+                self.plans.leave_out(f"{candidate.name}: {reason}")
                 continue
             self.progress.tell(f"building {candidate.name}")
             try:
@@ -289,16 +248,16 @@ class Search:
                 if planned in self._planned:
                     continue
                 self._planned.add(planned)
-                limit = self.progress.deadline if self.built and not favoured else None
+                limit = self.progress.deadline if self.plans.built and not favoured else None
                 built = self.workshop.build(candidate, limit, self._timed())
             except OutOfTime as error:
-                self._leave_out(f"{candidate.name}: {error}")
+                self.plans.leave_out(f"{candidate.name}: {error}")
                 continue
             except IntarsiaError as error:  # such as require_full_compilation, which this plan cannot fulfil
                 self.errors.append(error)
-                self.left_out.append(f"{candidate.name}: {str(error).splitlines()[0]}")
+                self.plans.left_out.append(f"{candidate.name}: {first_line(error)}")
                 continue
-            self.built[candidate.name] = built
+            self.plans.built[candidate.name] = built
             if not candidate.is_slow_to_build:  # which is no evidence about the others
                 self.build_s[candidate.engine_names] = built.build_s
             names.append(candidate.name)
@@ -312,9 +271,9 @@ class Search:
         numbers = [
             n for n, inputs in enumerate(self.workshop.builder.examples) if inputs is self.sample.inputs
         ]
-        if not self.built or not numbers:
+        if not self.plans.built or not numbers:
             return None
-        return Timed(numbers[0], lambda: min(map(self._quickest_call, self._near.values())))
+        return Timed(numbers[0], lambda: min(map(self.plans.quickest_call, self.plans.near.values())))
 
     def _is_favoured(self, candidate: Candidate) -> bool:
         """Whether it is built regardless of time, because no budget is set and it is known to be faster."""
@@ -341,7 +300,7 @@ class Search:
         needs = self._expected_build_s(candidate) if others else 0.0  # PyTorch's plan is there at once
         if others and (reason := self._no_room()) is not None:
             return reason
-        needs += least_s([*self._near, candidate.name], self.trials, self.measured.budget_s or 0.0)
+        needs += least_s([*self.plans.near, candidate.name], self.plans.trials, self.measured.budget_s or 0.0)
         if left < needs:
             took = f"it may take {needs:.1f} s to build and to race"
             return f"{took}, and {left:.1f} s are left of {self._budget}"
@@ -351,89 +310,29 @@ class Search:
         """The time of its engines with other options, or else of any engine: they do not differ much."""
         return self.build_s.get(candidate.engine_names) or max(self.build_s.values(), default=0.0)
 
-    def _race(self, names: Sequence[str], *, final: bool, rounds: int, share: float) -> None:
-        """Measure plans end to end, in turns."""
-        self.progress.tell(f"measuring {', '.join(names)}")
-        calls = {name: self.built[name].call(self.sample) for name in names}
-        left = max(self.progress.left_s, 0.0)
-        budget = min(self.progress.budget_s * share, left) if self.measured.budget_s else left / 2
-        failed: dict[str, Exception] = {}
-        took = race_plans(
-            calls,
-            self.measured.objective,
-            rounds=rounds,
-            least=least_rounds(names, self.trials, self.measured.budget_s or 0.0) if final else 1,
-            budget_s=budget,
-            drop=_FAR,
-            failed=failed,
-            known_s={name: self.trials[name].quickest for name in names if name in self.trials},
-            is_decided=partial(self._is_decided, rounds) if final else None,
-        )
-        for name, error in failed.items():
-            self.left_out.append(f"{name}: it failed during measurement: {type(error).__name__}: {error}")
-            del self.built[name]
-            self.trials.pop(name, None)
-        if not took:
-            raise EngineError(f"every plan failed during measurement: {'; '.join(self.left_out)}")
-        for name, seconds in took.items():
-            before = self.trials.get(name)
-            self.trials[name] = self.built[name].trial(seconds, final=final, before=before)
-        lead = min(took, key=lambda name: self.trials[name].median)
-        self.progress.best(lead, self.trials[lead].median)
-
-    def _is_decided(self, rounds: int, took: Mapping[str, Sequence[float]]) -> bool:
-        entries = [self.built[name].trial(tuple(seconds), final=True).entry for name, seconds in took.items()]
-        return is_decided(entries, rounds, usual=next(iter(self.trials)))
-
-    def _close(self, times: float) -> list[str]:
-        """The plans within so many times the best, in order, by quickest rounds: few have no safe middle."""
-        ranked = sorted(self.trials.values(), key=lambda trial: min(trial.seconds))
-        limit = min(ranked[0].seconds) * times
-        return [trial.name for trial in ranked if min(trial.seconds) <= limit]
-
-    def _may_beat(self, trial: Trial, kept: Trial) -> bool:
-        """Whether a dropped plan seems faster, and is not far behind the quickest round of all."""
-        best = min(other.quickest for other in self.trials.values())
-        return trial.quickest < min(kept.median, _FAR * best)
-
     def _no_room(self) -> str | None:
         """Why another plan may not fit into memory, after the programs of plans far behind were dropped.
 
         Each may hold a copy of the weights. Where there is room they stay: a plan may be far behind because
         the machine was busy (of Mixtral the fastest plan, 1.30 s, was dropped, and one of 2.01 s selected).
         """
-        if (reason := no_room(self.workshop.builder.module)) is not None and self._behind & self.built.keys():
-            self.built = self._near
-            reason = no_room(self.workshop.builder.module)
-        return reason
-
-    @property
-    def _near(self) -> dict[str, Built]:
-        """The plans that stand, but for those far behind."""
-        return {name: built for name, built in self.built.items() if name not in self._behind}
-
-    def _decide(self) -> str:
-        decided = [trial for trial in self.trials.values() if trial.final]
-        measured = [trial for trial in decided or self.trials.values() if trial.name in self.built]
-        if not measured:
-            return next(iter(self.built))
-        return winner([trial.entry for trial in measured], usual=next(iter(self.trials))).name
-
-    def _leave_out(self, reason: str) -> None:
-        self.left_out.append(reason)
-        self.complete = False
+        reason = no_room(self.workshop.builder.module)
+        if reason is None or not self.plans.behind & self.plans.built.keys():
+            return reason
+        self.plans.built = self.plans.near
+        return no_room(self.workshop.builder.module)
 
     def _findings(self, chosen: str) -> Findings:
         return Findings(
             self.measured.objective,
-            tuple(self.trials.values()),
+            tuple(self.plans.trials.values()),
             chosen,
             self.blocks,
             self.entering,
-            tuple(self.left_out),
+            tuple(self.plans.left_out),
             self.progress.budget_s,
             self.progress.spent_s,
-            self.complete,
+            self.plans.complete,
             self.tolerance,
-            self.built[chosen].errors,
+            self.plans.built[chosen].errors,
         )

@@ -13,6 +13,7 @@ from rich.table import Table
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
 from intarsia.engines import default_engines
+from intarsia.errors import error_text
 from intarsia.logs import working
 from intarsia.timing import Timing, race
 
@@ -79,7 +80,7 @@ def compare(
             except Exception as failure:  # torch.compile's failure is a result; ours would be a defect
                 if name != TORCH_COMPILE:
                     raise
-                failed[name] = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+                failed[name] = error_text(failure)
                 continue
             calls[name] = call
         with working(f"timing {len(calls)} peers", seconds):

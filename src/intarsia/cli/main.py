@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from intarsia.cli import checking, compiling, machine, pipeline, running
-from intarsia.errors import IntarsiaError
+from intarsia.errors import IntarsiaError, error_text
 
 MISTAKE, UNEXPECTED, INTERRUPTED, CLOSED = 2, 3, 130, 141
 _UsageError: Any = typer.BadParameter.__base__  # of click, which newer typers contain
@@ -96,8 +96,7 @@ def main() -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:
             _end(f"{error.filename}: {error.strerror}", MISTAKE)
-        said = next(iter(str(error).splitlines()), "")
-        _end(f"{type(error).__name__}: {said} (--debug shows where)", UNEXPECTED)
+        _end(f"{error_text(error)} (--debug shows where)", UNEXPECTED)
     if code == INTERRUPTED:
         _end("interrupted", INTERRUPTED)
     raise SystemExit(code or 0)

@@ -23,7 +23,7 @@ from intarsia.capture.input import resolve_call
 from intarsia.checkpoint.pretrained import class_of, load_pretrained, transformers_for
 from intarsia.cli import zoo
 from intarsia.cli.zoo import Specimen
-from intarsia.errors import InputError
+from intarsia.errors import InputError, first_line
 from intarsia.logs import torch_logs_kept
 
 if TYPE_CHECKING:
@@ -224,8 +224,7 @@ def _from_program(path: Path) -> Specimen:
         with torch_logs_kept():
             program = torch.export.load(path)
     except Exception as error:  # torch raises many kinds here
-        said = next(iter(str(error).splitlines()), "")
-        raise InputError(f"{path} is no program of torch.export.save: {said}") from error
+        raise InputError(f"{path} is no program of torch.export.save: {first_line(error)}") from error
     if program.example_inputs is None:
         raise InputError(f"{path} holds no example inputs; export the model again with this version of torch")
     args, kwargs = program.example_inputs
@@ -270,8 +269,7 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> Specimen:
             model = _random(class_of(hf, config), config)
             model = model if dtype is None else model.to(dtype)
         except Exception as error:  # transformers raises many kinds here
-            said = next(iter(str(error).splitlines()), "")
-            raise InputError(f"transformers cannot load {path}: {said}") from error
+            raise InputError(f"transformers cannot load {path}: {first_line(error)}") from error
     return Specimen(model.eval(), (), _hugging_face_call(str(path), model))
 
 

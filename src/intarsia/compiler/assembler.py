@@ -1,4 +1,4 @@
-"""From a lowered graph to a module: the builder of its pieces, and what was built as something to call."""
+"""Compiled modules of a lowered graph: its pieces are built, and the programs are put together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from intarsia.build.faithful import LoweredModel
 from intarsia.build.trial import Cases, rewriter
 from intarsia.engines import Engine, Program
 from intarsia.graph.nodes import uses_gpu
-from intarsia.lower.range_ends import between
+from intarsia.lower.size_examples import between
 from intarsia.options import CompileOptions
 from intarsia.partition import Piece, Plan, Strategy
 from intarsia.partition.support import refused_table
@@ -27,15 +27,15 @@ _SIZES_RECORDED = 8  # CUDA graphs of sizes between the ends of a range
 
 @dataclass(frozen=True, eq=False)
 class Assembler:
-    """Makes modules of one model, whatever plan they run by."""
+    """Puts the modules of one model together, whatever plan they run by."""
 
-    model: nn.Module | None  # as a callable; None for new weights without a model
+    model: nn.Module | None  # None for new weights without a model
     signature: inspect.Signature | None
     options: CompileOptions
     strategy: Strategy
 
     def builder(self, graph: LoweredModel, engines: Sequence[Engine], notes: Sequence[str] = ()) -> Builder:
-        """A builder of the graph's pieces, which tries every program on the examples."""
+        """A builder of the graph's pieces. It compares every program with the examples."""
         module, options = graph.lowered.module, self.options
         device = "cuda" if uses_gpu(module.graph) else "cpu"
         settings = BuildSettings(
@@ -49,7 +49,7 @@ class Assembler:
         cases = Cases(module, [example.case for example in graph.examples])
         return Builder(module, engines, settings, examples, cases, list(notes))
 
-    def inlaid(
+    def inlay(
         self,
         graph: LoweredModel,
         plan: Plan,
@@ -57,13 +57,13 @@ class Assembler:
         programs: Sequence[Program],
         builder: Builder,
     ) -> Compiled:
-        """The programs as one module, and on a GPU as one CUDA graph where it can be recorded."""
+        """A compiled module of these programs. On a GPU, it is one CUDA graph if it can be recorded."""
         assembly = Assembly(plan, pieces, programs, builder.body_plans)
         compiled = self._compiled(graph, assembly, builder.notes)
         setting, module = self.options.cuda_graphs, graph.lowered.module
         if uses_gpu(module.graph) and graph.examples and setting is not False:
-            # A GPU loads a kernel when it is first used. cuBLAS has others for other sizes, so the first
-            # calls of some sizes would take 20 ms, and 13 ms once a few others have run (GPT-2, H200).
+            # A GPU loads a kernel at its first use, and cuBLAS has other kernels for other sizes. Without
+            # these examples, the first call of a size takes up to 20 ms (GPT-2, H200).
             inputs = [example.inputs for example in graph.examples]
             use_cuda_graphs(
                 compiled,
@@ -81,7 +81,7 @@ class Assembler:
         reason: str,
         eager: Literal["chosen", "required"],
     ) -> Compiled:
-        """The model as it is, run in PyTorch for this reason."""
+        """A compiled module that runs the whole model in PyTorch; its plan gives `reason`."""
         builder = self.builder(replace(graph, examples=[]), engines)
         table = refused_table(graph.lowered.module, [engine.name for engine in engines], reason)
         assembly = Assembly(*builder.build(builder.plan(table)))

@@ -1,10 +1,10 @@
 """The build cache: a second compile of the same model, in any process, builds no engine.
 
-Whole modules are kept, by the lowered graph: engines alone would leave out comparing, measuring and
-converting. The model runs on the examples every time, and its answers are part of the key, so what was
-verified is what is used. The key is a digest of text: the graph with its edges, arguments and weights, the
-process and the settings. Converters, patterns, strategies and engines of a user turn it off, since their text
-does not tell what they do.
+The cache stores whole modules and not only engines' programs, so that a second compile neither compares,
+measures nor converts. The model still runs on the examples: its answers are part of the key, so a stored
+module is used only for a model that answers as the one it was compared with. The key is a digest of text: the
+graph with its edges, arguments and weights, the process and the settings. The cache is off if the user has
+converters, patterns, strategies or engines of their own, since no text says what those compute.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ REUSED = "no engine was built: the build cache has an earlier compile of this mo
 def cache_entry(
     lowered: Lowered, examples: Sequence[Example], engines: Sequence[Engine], settings: Sequence[Any]
 ) -> CacheEntry:
-    """The entry of a compile.
+    """The cache entry of a compile.
 
     A stored build is reused only if all of these match: the lowered graph with its weights, the examples and
     what the model answers to them, engines, settings, versions and machine. Where one of them cannot be
-    written as text, such as a strategy of the user's own, the compile has no entry.
+    written as text, such as a strategy of the user's own, the entry has no key.
     """
     if Shelf(_folder()).limit <= 0 or _has_foreign_parts():
         return CacheEntry(None)
@@ -75,7 +75,7 @@ def cache_entry(
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """The place of one compile on disk; without a key it is always empty."""
+    """The place of one compile in the cache. Without a key it is always empty."""
 
     key: str | None
 
@@ -89,12 +89,12 @@ class CacheEntry:
             return None
         try:
             with warnings.catch_warnings(), open_bundle(path, _FORMAT, _VERSION) as bundle:
-                warnings.simplefilter("error")  # what would be warned of is built again
+                warnings.simplefilter("error")  # a module that warns while it is read is built again
                 pieces = bundle.pieces(MODEL, lowered, plain_state(model.state_dict()))
                 findings = bundle.manifest["findings"]
                 if bundle.manifest["key"] != self.key:
                     raise ArchiveError("it is another compile's")
-        except Exception:  # damaged, or thrown out by another process meanwhile: it is built again
+        except Exception:  # damaged, or removed by another process meanwhile: it is built again
             shelf.throw_out(self.key)
             return None
         assembly = Assembly(pieces.plan, pieces.pieces, pieces.programs, pieces.body_plans)
@@ -106,7 +106,7 @@ class CacheEntry:
         return compiled
 
     def store(self, compiled: Compiled, compile_s: float) -> None:
-        """Store a module that took long to make; one that cannot be saved, or is too large, is not stored."""
+        """Store a module, unless it compiled quickly, cannot be saved, or is too large."""
         shelf = Shelf(_folder())
         if self.key is None or compile_s < LEAST_S or not shelf.has_room(_bytes(compiled)):
             return
@@ -129,7 +129,7 @@ def _bytes(compiled: Compiled) -> int:
 
 
 def _text(value: Any) -> str:
-    """The text of a setting; an object that is known by its address alone has none."""
+    """The text of a setting; Unknowable if the text would contain an address."""
     if callable(value) and not isinstance(value, type):
         name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '<')}"
         if not name.startswith("intarsia.") or "<" in name:
@@ -148,24 +148,24 @@ def _engine_text(engine: Engine) -> str:
 
 
 def _has_foreign_parts() -> bool:
-    """Whether converters or patterns are in use that this package does not ship."""
+    """Whether converters or patterns that this package does not ship are registered."""
     if RewritePatternManager.instance().entries():
         return True
     return not all(one.shipped for target in registry.targets() for one in registry.converters(target))
 
 
 def _converters() -> list[str]:
-    """Those in use; some may be switched off."""
+    """The converters in use; some may be switched off."""
     return sorted(
         f"{target} {[c.name for c in registry.converters(target)]}" for target in registry.targets()
     )
 
 
-_PACKAGES = ("torch", "onnx", "onnx_ir", "numpy")  # engines have their own
+_PACKAGES = ("torch", "onnx", "onnx_ir", "numpy")  # engines state their own versions
 
 
 def of_lowered(lowered: Lowered) -> Iterator[str]:
-    """A graph, with everything that a call of it depends on."""
+    """A graph as text, with everything that its results depend on."""
     yield from _graph(lowered.module)
     yield repr((lowered.inputs, lowered.outputs, lowered.in_spec, lowered.out_spec))
     yield repr((lowered.input_names, lowered.guards, lowered.notes))
@@ -194,7 +194,7 @@ def _graph(module: fx.GraphModule) -> Iterator[str]:
 
 
 class Unknowable(Exception):
-    """A value has no text that is unique to it."""
+    """A value has no text that identifies it."""
 
 
 def _argument(value: Any) -> str:
@@ -217,7 +217,7 @@ def _described(value: Any) -> Any:
 
 
 def of_values(tree: Any) -> Iterator[str]:
-    """Values and their structure, tensors by their contents."""
+    """The values of a tree and their structure as text; tensors by a digest of their contents."""
     leaves, structure = pytree.tree_flatten(tree)
     yield repr(structure)
     tensors = [(str(place), leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -227,7 +227,7 @@ def of_values(tree: Any) -> Iterator[str]:
 
 def _tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
     items = list(named)
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # hashing lets other threads run
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # hashlib releases the GIL
         yield from pool.map(lambda item: f"{item[0]}: {_tensor(item[1])}", items)
 
 
@@ -239,7 +239,7 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def of_process() -> Iterator[str]:
-    """This machine, the versions on it, and settings that decide how torch computes."""
+    """This machine, its versions, and the settings that change what torch computes, as text."""
     yield f"{machine_key()}, {processor_features()}, {_sources()}"
     yield ", ".join(f"{name} {package_version(name)}" for name in _PACKAGES)
     settings = sorted(item for item in os.environ.items() if item[0].startswith(("INTARSIA_", "ORT_", "OV_")))
@@ -257,7 +257,7 @@ def of_process() -> Iterator[str]:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of this package's own files: an installed version may be edited in place."""
+    """A digest of this package's own files, since an installed version may be edited in place."""
     root = Path(__file__).parents[1]
     files = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in root.rglob("*.py")]
     return digest(repr(sorted(files)))

@@ -1,8 +1,8 @@
-"""One compile, from the outside: the job, and what the user gets where it cannot be done.
+"""`intarsia.compile` with checked options: the compile job, and what it returns if the job cannot be done.
 
-A model that cannot be captured as a whole is compiled in parts, each by a job of its own. An error that is
-not the user's leaves the model as it is, with a warning. A model in training mode is compiled as it is in
-evaluation; where that answers differently, a warning says so.
+A model that cannot be captured as a whole is compiled in parts, each by a job of its own. After an unexpected
+error, the model runs as it is, with a warning. A model in training mode is compiled as in evaluation; a
+warning says if its answers in training differ.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from intarsia.errors import (
     RefitError,
     RewriteError,
     UnrepeatableError,
+    error_text,
+    first_line,
     warn,
 )
 from intarsia.logs import torch_logs_kept
@@ -61,7 +63,7 @@ def compile_with(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Compiled | PartlyCompiled:
-    """`intarsia.compile` with checked options. After an unexpected failure, the model runs as it is."""
+    """Compile a model. After an unexpected error, return it as it is, with a warning."""
     try:
         compiled = _compile(options, model, args, kwargs or {}, dynamic_shapes)
     except InternalError as error:
@@ -91,7 +93,7 @@ def compile_whole(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Compiled:
-    """The same for a caller that runs the model itself where this raises an IntarsiaError, and says so."""
+    """Compile a model as a whole. An IntarsiaError is raised, and the caller runs the model instead."""
     compiled = _compile(replace(options, fallback="error"), model, args, kwargs or {}, dynamic_shapes)
     assert isinstance(compiled, Compiled)
     return compiled
@@ -104,7 +106,7 @@ def _compile(
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
 ) -> Compiled | PartlyCompiled:
-    """Every compile goes through here; an exception that is none of this package's is an InternalError."""
+    """Compile a model, whole or in parts. An exception of another package becomes an InternalError."""
     began = time.perf_counter()
     check_call(args, kwargs)
     try:
@@ -115,7 +117,7 @@ def _compile(
             except (CaptureError, LoweringError) as error:
                 if _must_be_whole(job, error):
                     raise
-                return in_parts(job, str(error).splitlines()[0])
+                return in_parts(job, first_line(error))
     except Exception as error:
         if is_for_user(error):
             raise
@@ -123,22 +125,22 @@ def _compile(
 
 
 def _must_be_whole(job: CompileJob, error: IntarsiaError) -> bool:
-    """Whether a model that cannot be captured is refused: all of it was asked for, or only sizes fail."""
+    """Whether the error is raised, because the user wants the whole model or because only its sizes fail."""
     if job.options.is_strict:
         return True
     if not isinstance(job.model, nn.Module):
         return True
     if job.request.dynamic_shapes is None or isinstance(error, LoweringError | UnrepeatableError):
-        return False  # a graph that torch cannot decompose is no evidence against the sizes
+        return False  # that torch cannot decompose a graph says nothing about the sizes
     try:
-        capture(job.model, *copied_call(job.request.call))  # export leaves marks on what it was given
+        capture(job.model, *copied_call(job.request.call))  # a copy: export changes its arguments
     except CaptureError:
         return False
     return True
 
 
 def in_parts(job: CompileJob, reason: str) -> PartlyCompiled:
-    """The submodules that can be captured, compiled by jobs of their own; the rest runs as it is."""
+    """The model with the submodules compiled that can be captured; the rest runs in PyTorch."""
     assert isinstance(job.model, nn.Module)
     graphs: list[fx.GraphModule] = []
     compile_one = partial(_compile_part, job, graphs) if job.options.fallback == "parts" else None
@@ -156,7 +158,7 @@ def _compile_part(
     call: Call,
     dynamic_shapes: Any,
 ) -> Compiled:
-    """One submodule; modules that the user named mean in it what they mean in the model."""
+    """Compile one submodule. `torch_executed_modules` is translated to names inside it."""
     assert isinstance(whole.model, nn.Module)
     limits, accuracy = whole.options.limits, whole.options.accuracy
     inner = names_within(whole.model, path, limits.torch_executed_modules)
@@ -177,7 +179,7 @@ def _compile_part(
         raise unexpected from error
 
 
-# What is wrong with a call, with an option, or with the model; of other errors the user is not the author.
+# Errors about the call, the options or the model, which the user can correct.
 _FOR_USER = (CaptureError, InputError, LoweringError, PartitionError, RefitError, RewriteError)
 _STAGES = (
     *("prepare", "capture", "lower", "cache_entry", "check", "support", "build", "choose", "verify", "store"),
@@ -207,10 +209,7 @@ def internal_error(error: Exception) -> InternalError:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
     where = f" at {Path(ours[-1].filename).relative_to(_PACKAGE.parent)}:{ours[-1].lineno}" if ours else ""
-    reason = next(iter(str(error).splitlines()), "")
-    return InternalError(
-        f"unexpected error in stage {_stage_of(error)!r}{where}: {type(error).__name__}: {reason}"
-    )
+    return InternalError(f"unexpected error in stage {_stage_of(error)!r}{where}: {error_text(error)}")
 
 
 def model_as_it_is(model: nn.Module | ExportedProgram, reason: str) -> PartlyCompiled:
@@ -220,28 +219,30 @@ def model_as_it_is(model: nn.Module | ExportedProgram, reason: str) -> PartlyCom
     return PartlyCompiled(shared_copy(module), {}, notes, reason, module)
 
 
-# Modules that ask for the mode themselves, to name them; whether the answers differ is tried.
-_ASKING = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU, nn.RNNBase)
+# Modules whose `forward` depends on the mode. The warning names them; running the model decides.
+_MODE_DEPENDENT = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU, nn.RNNBase)
 
 
 def training_difference(model: Any, call: Call) -> str | None:
-    """How a model in training mode answers the example otherwise than in evaluation; None if it does not."""
+    """How a model in training mode answers differently than in evaluation; None if it does not."""
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return None
     if not any(module.training for module in model.modules()):
         return None
     try:
         evaluated = _answer(model, call, training=False)
-    except Exception:  # the model fails on the example, which its compile has said
+    except Exception:  # the model fails on the example; the compile has reported it
         return None
     try:
         mismatch = disagreement(_answer(model, call, training=True), evaluated)
         difference = None if mismatch is None else mismatch.replace("PyTorch", "evaluation")
     except Exception as error:
-        difference = f"it fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        difference = f"it fails: {error_text(error)}"
     if difference is None:
         return None
-    kinds = Counter(type(m).__name__ for m in model.modules() if m.training and isinstance(m, _ASKING))
+    kinds = Counter(
+        type(m).__name__ for m in model.modules() if m.training and isinstance(m, _MODE_DEPENDENT)
+    )
     names = f" ({', '.join(f'{name} x{count}' for name, count in kinds.items())})" if kinds else ""
     return (
         f"the model is in training mode{names}; the compiled module computes what it does in evaluation. In"
@@ -251,7 +252,7 @@ def training_difference(model: Any, call: Call) -> str | None:
 
 def _answer(model: nn.Module, call: Call, *, training: bool) -> list[Any]:
     args, kwargs = copied_call(call)
-    copy = shared_copy(model)  # what was compiled of the model notices writes to its buffers
+    copy = shared_copy(model)  # with buffers of its own: compiled modules notice writes to the model's
     for twin, module in zip(copy.modules(), model.modules(), strict=True):
         twin.training = module.training and training
         twin._buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}

@@ -1,14 +1,14 @@
 """The compile job: what happens to a model, stage by stage.
 
     prepare   the example call, the device and the engines
-    capture   the model runs once on the example; everything that follows is compared with its answer
+    capture   the model runs once on the example; the stages below compare with its answer
     lower     torch.export, then functional ATen; the graph must answer as the model does
     support   node x engine -> None, or the reason why the engine refuses the node
     plan      a strategy cuts the graph into segments
     build     every segment becomes a program, tried on the examples; or
-    choose    several plans are built and measured, and the best is taken
+    choose    several plans are built and measured, and the fastest is taken
     verify    the whole module is compared with the model
-    finish    the module goes to the build cache, and can take other weights
+    finish    the module goes to the build cache, and can be refitted
 
 Each stage returns a value that later stages only read.
 """
@@ -54,7 +54,7 @@ from intarsia.choose.findings import EAGER
 from intarsia.choose.measured import Measured, is_measuring, refuse_short_engines, too_small_to_measure
 from intarsia.compiler.assembler import Assembler
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
-from intarsia.compiler.refit import Refit, as_before
+from intarsia.compiler.refit import Refit, same_cuts
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines, with_short_engines, with_unasked_engines
 from intarsia.errors import (
@@ -63,8 +63,8 @@ from intarsia.errors import (
 )
 from intarsia.logs import LOG, log_refusals, stage
 from intarsia.lower import Lowered
-from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import example_inputs
+from intarsia.lower.model import lower_model
 from intarsia.memory import release_freed, release_mapped
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Plan, SupportTable
@@ -84,7 +84,7 @@ def prepare(
     dynamic_shapes: Any,
     began: float,
 ) -> CompileJob:
-    """The job of a call: the example with every `Input` drawn, and the engines of its device."""
+    """The job of a compile: every `Input` is drawn, and the engines of the device are found."""
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs, dynamic_shapes)
     device = device_kind(model, args, kwargs)
     refuse_autocast(device)
@@ -113,7 +113,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Request:
-    """The example call that a model is compiled for, and what is known before anything is done."""
+    """The example call that a model is compiled for, notes on it, and when the compile began."""
 
     call: Call
     dynamic_shapes: Any = None
@@ -123,16 +123,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Captured:
-    """What the model answers to the example: nothing without verification, or where the model fails."""
+    """What the model answers to the example; None without verification, or if the model fails."""
 
     judge: Judge | None = None
     truth: Answer | None = None
-    effects: tuple[Effect, ...] = ()  # what a run of the model does that a graph does not repeat
+    effects: tuple[Effect, ...] = ()  # what a run of the model changes and a graph does not
 
 
 @dataclass(frozen=True)
 class Support:
-    """Which engine can run which node, and what decides where several can."""
+    """Which engine can run which node; with `measured`, measurement decides between them."""
 
     engines: tuple[Engine, ...]
     table: SupportTable
@@ -142,7 +142,7 @@ class Support:
 
 @dataclass(frozen=True, eq=False)
 class CompileJob:
-    """One compile of one model, or of one part of it: `run` has the stages in their order."""
+    """One compile of a model, or of one part of it. `run` calls the stages in order."""
 
     model: nn.Module | ExportedProgram | None  # None for new weights without a model
     request: Request
@@ -153,7 +153,7 @@ class CompileJob:
 
     @property
     def size(self) -> int:
-        """The modules of the model: the time of each stage grows with them."""
+        """The number of modules in the model, by which the logger estimates the time of a stage."""
         return sum(1 for _ in self._module.modules()) if self._module is not None else 1
 
     def run(self) -> Compiled:
@@ -199,7 +199,7 @@ class CompileJob:
 
     @stage("running the model")
     def capture(self) -> Captured:
-        """Run the model on the example, before anything else is done to it."""
+        """Run the model on the example. This comes first, so that its answer is the untouched model's."""
         if not self.options.accuracy.verify:
             return Captured()
         assert self.model is not None
@@ -212,7 +212,7 @@ class CompileJob:
 
     @stage("exporting and lowering")
     def lower(self, captured: Captured) -> LoweredModel:
-        """Export the model and lower it; the examples are the call, and the ends of the ranges of sizes."""
+        """Export and lower the model. The examples are the call and the ends of the size ranges."""
         effects = captured.effects
         if captured.judge is None:
             assert self._module is not None
@@ -239,7 +239,7 @@ class CompileJob:
         )
 
     def cache_entry(self, graph: LoweredModel) -> CacheEntry:
-        """The place of this compile in the build cache; parts, and what has a tolerance, have none."""
+        """The place of this compile in the build cache. Parts and compiles with a tolerance have none."""
         accuracy, model = self.options.accuracy, self.model
         is_whole = self.part_graphs is None and isinstance(model, nn.Module)
         if not is_whole or accuracy.tolerance is not None or accuracy.examples:
@@ -254,7 +254,7 @@ class CompileJob:
 
     @stage("comparing the graph with the model")
     def check(self, captured: Captured, graph: LoweredModel) -> LoweredModel:
-        """A graph that answers as the model does; decompositions that change its answers are left out."""
+        """The graph, compared with the model. Decompositions that change its answers are left out."""
         checked = graph
         if captured.judge is not None:
             checked = faithful_lowering(
@@ -274,7 +274,7 @@ class CompileJob:
         return operators_of(program.graph)
 
     def _check_names(self, module: fx.GraphModule) -> None:
-        """Raise for a name of the user's that means nothing; those of parts are checked over all parts."""
+        """Raise for a name in the options that means nothing. Those of parts are checked over all parts."""
         if self.part_graphs is None:
             check_names(module, self.options.limits, [engine.name for engine in self.engines])
         else:
@@ -282,7 +282,7 @@ class CompileJob:
 
     @stage("asking the engines about every node")
     def support(self, graph: LoweredModel) -> Support:
-        """Ask every engine for every node, and decide whether to measure."""
+        """Ask every engine about every node, and decide whether to measure."""
         module, measured, notes = graph.lowered.module, self.placement.measured, tuple[str, ...]()
         small = too_small_to_measure(module) if self.placement.by_default and measured is not None else None
         if small is not None:
@@ -293,23 +293,23 @@ class CompileJob:
         return Support(engines, table, measured, notes)
 
     def _quick_engines(self) -> tuple[Engine, ...]:
-        """The engines to use without measuring: nobody asked for those that only a search tries."""
+        """The engines without those that only a search by default tries."""
         if not self.placement.by_default:
             return self.engines
         return tuple(engine for engine in self.engines if engine.is_default("cpu"))
 
     @stage("building the segments")
     def build(self, graph: LoweredModel, support: Support) -> Compiled:
-        """Plan by the strategy, and build every segment; what fails leaves its engine."""
+        """Plan by the strategy and build every segment. If a build fails, its nodes go to the next engine."""
         builder = self._assembler.builder(graph, support.engines, support.notes)
-        return self._assembler.inlaid(graph, *builder.build(builder.plan(support.table)), builder)
+        return self._assembler.inlay(graph, *builder.build(builder.plan(support.table)), builder)
 
     @stage("choosing by measurement")
     def choose(self, graph: LoweredModel, support: Support, measured: Measured) -> Compiled:
-        """Build several plans, measure them on this machine, and take the best.
+        """Build several plans, measure them on this machine, and take the fastest.
 
-        Plans are tried on calls as large as the one they are timed with. `verify` tries the best one on
-        larger calls, too.
+        Plans are compared with the model on calls up to the size of the one that is timed. `verify` compares
+        the fastest plan on larger calls, too.
         """
         lowered, options = graph.lowered, self.options
         sample = sample_of(graph.examples, self.request.call, largest=measured.objective == "throughput")
@@ -318,7 +318,7 @@ class CompileJob:
         workshop = Workshop(
             self._assembler.builder(tried, support.engines, support.notes),
             support.table,
-            partial(self._assembler.inlaid, graph),
+            partial(self._assembler.inlay, graph),
             partial(self._assembler.eager, graph, self._quick_engines(), EAGER, "chosen"),
             partial(error_of, lowered, graph.examples),
             options.rewrite is None,
@@ -326,14 +326,14 @@ class CompileJob:
         )
         settings = f"{options.rewrite} {options.accuracy.verify} {options.cuda_graphs}"
         model = self._module
-        with nullcontext() if model is None else undisturbed(model):  # it is measured as it is, too
+        with nullcontext() if model is None else undisturbed(model):  # the model itself is measured, too
             return choose(measured, workshop, support.engines, sample, settings, options.accuracy.tolerance)
 
     @stage("comparing the whole with the model")
     def verify(
         self, captured: Captured, graph: LoweredModel, support: Support, compiled: Compiled
     ) -> Compiled:
-        """The module if it answers as the model does; else one without the engine or segment at fault."""
+        """The module, without the engine or segment at fault if its answers differ from the model's."""
         if captured.judge is None:
             return compiled
         fault = self.mismatch(captured.judge, graph, compiled)
@@ -341,9 +341,9 @@ class CompileJob:
             return compiled
         engines = self._quick_engines()
         table = support.table.with_engines(tuple(engine.name for engine in engines))
-        anew = f"the fastest plan is not used: with it, the compiled model {fault}"
-        repaired = [] if support.measured is None else [(dict[fx.Node, dict[str, str]](), anew)]
-        for refusals, note in (*repaired, *suspects(graph.lowered.module.graph, compiled.plan, fault)):
+        note = f"the fastest plan is not used: with it, the compiled model {fault}"
+        retries = [] if support.measured is None else [(dict[fx.Node, dict[str, str]](), note)]
+        for refusals, note in (*retries, *suspects(graph.lowered.module.graph, compiled.plan, fault)):
             narrowed = Support(engines, table.with_refusals(refusals), notes=(*support.notes, note))
             candidate = self.build(graph, narrowed)
             if self.mismatch(captured.judge, graph, candidate) is None:
@@ -351,9 +351,9 @@ class CompileJob:
         return self.as_it_is(graph, fault)
 
     def mismatch(self, judge: Judge, graph: LoweredModel, compiled: Compiled) -> str | None:
-        """How the module as a whole differs from the model; None where it answers alike.
+        """How the answers of the module differ from the model's; None if they agree.
 
-        What rounding may do is that of the coarsest engine in use.
+        The rounding that is allowed is that of the coarsest engine in use.
         """
         plans = (compiled.plan, *compiled.body_plans.values())
         names = {name for plan in plans for name in plan.engines}
@@ -363,15 +363,15 @@ class CompileJob:
         return whole_fault(judge, graph.lowered, compiled, graph.examples, coarsest, tolerance)
 
     def store(self, cache: CacheEntry, graph: LoweredModel, compiled: Compiled) -> None:
-        """Keep a module that was compared with the model, or need not be, in the build cache."""
+        """Store a verified module in the build cache."""
         if self.options.accuracy.verify and any(example.truth is None for example in graph.examples):
-            return  # the model draws random numbers: the module was not compared with it
+            return  # the model draws random numbers, so the module was not compared with it
         cache.store(compiled, time.perf_counter() - self.request.began)
 
     def finish(self, graph: LoweredModel, compiled: Compiled) -> Compiled:
-        """Let the module take other weights, and its plan be drawn in detail.
+        """The module with its refit and the details of its plan.
 
-        What does so lives as long as the module, so it must not hold the model.
+        Both live as long as the module, so neither may hold the model.
         """
         options, strategy = self.options, self.placement.strategy
         details = partial(
@@ -387,13 +387,13 @@ class CompileJob:
         self, model: nn.Module | None, lowered: Lowered, examples: Sequence[Example], plans: Sequence[Plan]
     ) -> Compiled:
         """A module of the same graph with other weights, cut as these plans cut the graph and its bodies."""
-        strategy = as_before(plans, self.placement.strategy)
+        strategy = same_cuts(plans, self.placement.strategy)
         job = replace(self, model=model, placement=Placement(strategy))
         graph = LoweredModel(lowered, list(examples))
         return job.build(graph, job.support(graph))
 
     def as_it_is(self, graph: LoweredModel, fault: str) -> Compiled:
-        """The model itself, run in PyTorch: what was made of it does not answer as it does."""
+        """The model itself, run in PyTorch, because what was compiled answers differently."""
         if self.options.limits.require_full_compilation:
             raise PartitionError(f"full compilation is impossible: the compiled model {fault}")
         reason = f"the model runs as it is, in PyTorch: the compiled model {fault}"
@@ -407,5 +407,5 @@ class CompileJob:
 
     @functools.cached_property
     def _module(self) -> nn.Module | None:
-        """The model as something to call."""
+        """The model as a module; None for new weights without a model."""
         return self.model.module() if isinstance(self.model, ExportedProgram) else self.model

@@ -1,7 +1,7 @@
-"""New weights for a module that was loaded: the program in its file is captured again, and refitted.
+"""Refit of a loaded module: the graph in its file is exported again.
 
-An `ExportedProgram` cannot be read without torch's unpickling, so the graph in the file is exported again.
-A result that differs from that graph is refused.
+An `ExportedProgram` cannot be read without unpickling, so a file holds the graph alone. If the second export
+differs from that graph, the refit raises an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from intarsia.compiler.job import CompileJob, Request
 from intarsia.compiler.refit import Refit
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.engines.base import GraphProgram
-from intarsia.errors import RefitError
+from intarsia.errors import RefitError, error_text
 from intarsia.lower.lowered import Role, example_inputs
 from intarsia.options import CompileOptions
 from intarsia.runtime.call_interface import Check, ConstantCheck, IntegerCheck
@@ -35,10 +35,11 @@ from intarsia.runtime.inlay import Inlay
 
 
 def make_refittable(loaded: Compiled, captured: fx.GraphModule) -> None:
-    """Let a loaded module take other weights.
+    """Let a loaded module be refitted.
 
-    The file holds no example, so engines are tried on inputs made up for the compiled shapes: normal numbers,
-    and ones, or zeros, for integers. What comes out is compared with the captured program itself.
+    The file holds no example. Engines are tried on inputs drawn for the compiled shapes: normal numbers for
+    floats, and ones, or zeros if those fail, for integers. The refitted module is compared with the captured
+    graph.
     """
     judge = Judge(captured)
     flat, truth = _inputs(loaded, judge)
@@ -70,7 +71,7 @@ def _fault(compiled: Compiled, captured: nn.Module, weights: Weights, call: Call
     program, flat = compiled.lowered.program, tuple(pytree.tree_leaves(call))
     assert program is not None
     new = weights.state_dict() if isinstance(weights, nn.Module) else weights
-    state = {name: new.get(name, held) for name, held in program.state_dict.items()}
+    state = {name: new.get(name, tensor) for name, tensor in program.state_dict.items()}
     copied = dict(zip(state, _copies(state.values()), strict=True))  # a program may write to its buffers
     with torch.no_grad():
         expected = torch.func.functional_call(captured, copied, tuple(_copies(flat)), tie_weights=False)
@@ -96,7 +97,7 @@ def _engines(loaded: Compiled) -> list[Engine]:
 
 
 def _programs(inlay: Inlay) -> Iterator[Program]:
-    """The programs of all pieces, those in bodies of control flow among them."""
+    """The programs of all pieces, and of the pieces in bodies of control flow."""
     for step in inlay.steps:
         yield step.program
         module = step.program.module if isinstance(step.program, GraphProgram) else None
@@ -106,20 +107,20 @@ def _programs(inlay: Inlay) -> Iterator[Program]:
 
 
 def _inputs(loaded: Compiled, judge: Judge) -> tuple[tuple[Any, ...], Answer]:
-    """Inputs that the program can be run on, and what it answers."""
+    """Inputs on which the program runs, and its answer."""
     fault = ""
-    for whole in (1, 0):
+    for integer in (1, 0):
         with kept_random_state():
             torch.manual_seed(0)
-            flat = tuple(_input(check, whole) for check in loaded.checks)
+            flat = tuple(_input(check, integer) for check in loaded.checks)
         try:
             return flat, judge.answer((flat, {}))
         except Exception as error:
-            fault = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            fault = error_text(error)
     raise RefitError(f"there are no inputs for the program of the file ({fault}); compile again")
 
 
-def _input(check: Check, whole: int) -> Any:
+def _input(check: Check, integer: int) -> Any:
     if isinstance(check, ConstantCheck):
         return check.value
     if isinstance(check, IntegerCheck):
@@ -132,4 +133,4 @@ def _input(check: Check, whole: int) -> Any:
     strides = check.strides or torch.empty(check.static, device="meta").stride()
     tensor = torch.empty_strided(check.static, strides, dtype=check.dtype, device=check.device)
     is_real = check.dtype.is_floating_point or check.dtype.is_complex
-    return tensor.copy_(torch.randn(check.static)) if is_real else tensor.fill_(whole)
+    return tensor.copy_(torch.randn(check.static)) if is_real else tensor.fill_(integer)

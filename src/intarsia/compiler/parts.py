@@ -1,9 +1,8 @@
-"""Compiling what can be captured of a model that cannot: its submodules, largest first."""
+"""Compiling the submodules of a model that cannot be captured as a whole, largest first."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,12 +14,12 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.example import Call as Call
-from intarsia.capture.example import copied_call, is_transformed
+from intarsia.capture.example import bound_arguments, copied_call, is_transformed
 from intarsia.capture.protect import kept_random_state, shared_copy, undisturbed
 from intarsia.capture.run_effects import attributes_of, changing_modules
 from intarsia.capture.watch import Ended, watch_calls
 from intarsia.compare import disagreement
-from intarsia.errors import CaptureError, IntarsiaError, PartitionError
+from intarsia.errors import CaptureError, IntarsiaError, PartitionError, first_line
 from intarsia.partition.names import (
     DispatchedOps,
     check_engine_names,
@@ -33,44 +32,44 @@ from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled, assembled
 
 P = TypeVar("P")
-# A submodule made ready for a call with sizes that vary; of what comes out, `plan` says which engines run it.
-MakeOne = Callable[[str, nn.Module, Call, Any], P]
-CompileOne = MakeOne[Compiled]
-MOST_TRIES = 48  # submodules tried; each costs an export
-_MOST_CALLS = 4  # calls kept of one submodule
+# Compiles or explains the submodule at a path for a call with dynamic shapes; the result has a `plan`.
+PartFunction = Callable[[str, nn.Module, Call, Any], P]
+CompileOne = PartFunction[Compiled]
+MOST_TRIES = 48  # submodules that are tried, since each costs an export
+_MOST_CALLS = 4  # calls recorded of one submodule
 
 
 def compile_parts(
     model: nn.Module, call: Call, reason: str, compile_one: CompileOne | None, notes: Sequence[str]
 ) -> PartlyCompiled:
-    """The model with its submodules compiled where they can be, and compared with the model as a whole.
+    """The model with the submodules compiled that can be, compared with the model as a whole.
 
-    `compile_one(path, module, call, dynamic_shapes)` compiles a submodule as it was called; without it
-    nothing is compiled. The model itself is left as it was.
+    `compile_one(path, module, call, dynamic_shapes)` compiles a submodule for its recorded call. If it is
+    None, nothing is compiled. The model itself is not changed.
     """
     notes = [*notes, f"the model is not captured as a whole: {reason}"]
     if compile_one is None or isinstance(model, torch.jit.ScriptModule):
         notes = [*notes, "the whole model runs as it is, in PyTorch"]
         return PartlyCompiled(shared_copy(model), {}, notes, reason, model)
-    seen = _record(model, call)
-    parts, failures = _make_each(model, seen, compile_one)
+    recording = _record(model, call)
+    parts, failures = _each_part(model, recording, compile_one)
     notes += [f"{path} runs as it is: {why}" for path, why in failures.items()]
     partly = assembled(model, parts, notes, reason)
-    fault = _fault(partly, call, seen.answer) if parts else None
+    fault = _fault(partly, call, recording.answer) if parts else None
     if fault is None:
         return partly
-    # One part may be to blame: of those that agree by themselves, all together.
+    # One part may cause the difference: keep the parts that agree when they are compiled alone.
     alone = {
         p: c
         for p, c in parts.items()
-        if _fault(assembled(model, {p: c}, (), reason), call, seen.answer) is None
+        if _fault(assembled(model, {p: c}, (), reason), call, recording.answer) is None
     }
     notes += [
         f"{path} runs as it is: the compiled model answers differently: {fault}"
         for path in {*parts} - {*alone}
     ]
     partly = assembled(model, alone, notes, reason)
-    fault = _fault(partly, call, seen.answer) if alone else None
+    fault = _fault(partly, call, recording.answer) if alone else None
     if fault is None:
         return partly
     return assembled(
@@ -79,32 +78,32 @@ def compile_parts(
 
 
 @dataclasses.dataclass
-class _Seen:
-    """What a run of the model showed: its answer, its submodules' calls, and which keep Python state."""
+class _Recording:
+    """One run of a model: its answer, the calls of its submodules, and which of them cannot be parts."""
 
     answer: list[torch.Tensor]
     calls: dict[str, list[Call]]
-    changing: set[str]
-    filling: set[str]  # submodules that put something into a list, dictionary or cache they are given
+    changing: set[str]  # submodules whose Python attributes the run changes
+    filling: set[str]  # submodules that change a list, dictionary or cache among their arguments
     transformed: set[str]  # submodules that a transform of torch.func runs
 
 
-def _record(model: nn.Module, call: Call) -> _Seen:
-    """Run the model on a copy of the call, and note what each submodule is called with.
+def _record(model: nn.Module, call: Call) -> _Recording:
+    """Run the model on a copy of the call, and record the calls of its submodules.
 
-    `tuning.recorded` watches calls by the same hooks, over several runs of a program: their kinds and times
-    say what is worth a program. Here is one run, and the first calls alone become examples.
+    `tuning.recorded` uses the same hooks over several runs of a program, to count and time calls. Here the
+    first calls become examples.
     """
     calls: dict[str, list[Call]] = {}
     filling: set[str] = set()
     transformed: set[str] = set()
 
     def begin(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Ended], None]:
-        known = calls.setdefault(path, [])
+        recorded = calls.setdefault(path, [])
         if is_transformed((args, kwargs)):
             transformed.add(path)
-        elif len(known) < _MOST_CALLS:
-            known.append(copied_call((args, kwargs)))
+        elif len(recorded) < _MOST_CALLS:
+            recorded.append(copied_call((args, kwargs)))
         return lambda ended: filling.update([path] if ended.fills else [])
 
     handles = [
@@ -113,7 +112,7 @@ def _record(model: nn.Module, call: Call) -> _Seen:
         if path and not isinstance(module, torch.jit.ScriptModule)
         for handle in watch_calls(module, partial(begin, path))
     ]
-    copy = shared_copy(model)  # the hooks are seen by it too; what the run changes in Python is the copy's
+    copy = shared_copy(model)  # it has the hooks, and the run changes its attributes, not the model's
     before = attributes_of(copy)
     args, kwargs = copied_call(call)
     try:
@@ -127,20 +126,22 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     finally:
         for handle in handles:
             handle.remove()
-    return _Seen(answer, calls, changing, filling, transformed)
+    return _Recording(answer, calls, changing, filling, transformed)
 
 
 def explain_parts(
-    model: nn.Module, call: Call, explain_one: MakeOne[P]
+    model: nn.Module, call: Call, explain_one: PartFunction[P]
 ) -> tuple[dict[str, P], dict[str, str]]:
-    """What `explain_one` says of the submodules that `compile` would compile, and why of others not."""
-    return _make_each(model, _record(model, call), explain_one)
+    """What `explain_one` says of each submodule that `compile` compiles, and why others are not compiled."""
+    return _each_part(model, _record(model, call), explain_one)
 
 
-def _make_each(model: nn.Module, seen: _Seen, make_one: MakeOne[P]) -> tuple[dict[str, P], dict[str, str]]:
-    """Submodules made ready by path, and why others failed; none is inside another."""
+def _each_part(
+    model: nn.Module, recording: _Recording, function: PartFunction[P]
+) -> tuple[dict[str, P], dict[str, str]]:
+    """The result of `function` for each part by path, and why other submodules failed; parts do not nest."""
     modules = dict(model.named_modules())
-    order = sorted(seen.calls, key=lambda path: -_elements(modules[path]))
+    order = sorted(recording.calls, key=lambda path: -_elements(modules[path]))
     parts: dict[str, P] = {}
     failures: dict[str, str] = {}
     settled: list[str] = []
@@ -149,12 +150,12 @@ def _make_each(model: nn.Module, seen: _Seen, make_one: MakeOne[P]) -> tuple[dic
         module = modules[path]
         if any(path.startswith(f"{outer}.") for outer in settled) or not _elements(module):
             continue
-        why = _not_a_part(path, module, seen)
+        why = _not_a_part(path, module, recording)
         if why is None and tries >= MOST_TRIES:
             why = f"{MOST_TRIES} larger modules were tried already"
         if why is None:
             tries += 1
-            outcome = _make_called(path, module, seen.calls[path], make_one)
+            outcome = _for_calls(path, module, recording.calls[path], function)
             if not isinstance(outcome, str):
                 settled.append(path)
                 if set(outcome.plan.engines) - {"pytorch"}:  # type: ignore[attr-defined]
@@ -163,60 +164,62 @@ def _make_each(model: nn.Module, seen: _Seen, make_one: MakeOne[P]) -> tuple[dic
                 outcome = "no engine takes any of it"
             why = outcome
         failures[path] = why
-    # If a module fails because of its parts, the parts have the reason.
+    # If a module fails because of its parts, their reasons are enough.
     return parts, {p: w for p, w in failures.items() if not any(part.startswith(f"{p}.") for part in parts)}
 
 
-def _not_a_part(path: str, module: nn.Module, seen: _Seen) -> str | None:
-    changing = [inner for inner in seen.changing if inner == path or inner.startswith(f"{path}.")]
+def _not_a_part(path: str, module: nn.Module, recording: _Recording) -> str | None:
+    changing = [inner for inner in recording.changing if inner == path or inner.startswith(f"{path}.")]
     if changing:
         return f"a run changes Python attributes of {changing[0]}"
-    if path in seen.transformed:
+    if path in recording.transformed:
         return "a transform of torch.func runs it"
-    if path in seen.filling:
+    if path in recording.filling:
         return "it changes a list or dictionary of its arguments"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has hooks"
     return None
 
 
-def _make_called(path: str, module: nn.Module, calls: Sequence[Call], make_one: MakeOne[P]) -> P | str:
-    """The module made ready for the calls it was seen with; or why not."""
+def _for_calls(path: str, module: nn.Module, calls: Sequence[Call], function: PartFunction[P]) -> P | str:
+    """The result of `function` for the recorded calls, with sizes that vary if they do; or why it fails."""
     reason = ""
     for shapes in dict.fromkeys((_differing_sizes(module, calls) is not None, False)):
         try:
-            outcome = make_one(path, module, calls[0], _differing_sizes(module, calls) if shapes else None)
+            outcome = function(path, module, calls[0], _differing_sizes(module, calls) if shapes else None)
         except IntarsiaError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             continue
         return outcome
     return reason
 
 
 def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
-    """`dynamic_shapes` that let vary what differs between the calls; None if nothing does."""
+    """`dynamic_shapes` for the sizes that differ between the calls; None if none does.
+
+    Unlike those of `tuning.recorded`, sizes have no ranges: the calls are those of one run, and another call
+    of the model may bring longer ones. Whole numbers stay fixed: of a module inside, they seldom are sizes.
+    """
     flats = [pytree.tree_flatten((tuple(args), dict(kwargs))) for args, kwargs in calls]
     structure = flats[0][1]
     if any(other != structure for _, other in flats):
         return None
-    asked: list[Any] = []
+    shapes: list[Any] = []
     for same in zip(*(leaves for leaves, _ in flats), strict=True):
         if not all(isinstance(x, torch.Tensor) and _is_like(x, same[0]) for x in same):
-            asked.append(None)
+            shapes.append(None)
             continue
         axes = [a for a in range(same[0].dim()) if len({int(x.shape[a]) for x in same}) > 1]
-        asked.append(dict.fromkeys(axes, Dim.AUTO) or None)
-    if not any(asked):
+        shapes.append(dict.fromkeys(axes, Dim.AUTO) or None)
+    if not any(shapes):
         return None
-    args, kwargs = pytree.tree_unflatten(asked, structure)
-    try:
-        return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-    except TypeError:
-        return None
+    args, kwargs = pytree.tree_unflatten(shapes, structure)
+    bound = bound_arguments(module, args, kwargs)
+    return None if bound is None else dict(bound.arguments)
 
 
 def _is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.dim() == other.dim() and not tensor.is_nested  # whose sizes are no numbers
+    return tensor.dim() == other.dim() and not tensor.is_nested  # the sizes of a nested tensor are no numbers
 
 
 def _elements(module: nn.Module) -> int:
@@ -234,7 +237,7 @@ def _fault(partly: PartlyCompiled, call: Call, truth: Sequence[torch.Tensor]) ->
 
 
 def _snapshot(value: Any) -> list[torch.Tensor]:
-    """Copies of the tensors in a result: they may lie in buffers, which are put back."""
+    """Copies of the tensors in a result, which may lie in buffers that are restored."""
     return [tensor.detach().clone() for tensor in _tensors(value)]
 
 
@@ -253,19 +256,19 @@ def _tensors(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
 
 
 def names_within(model: nn.Module, path: str, names: Iterable[ModuleName]) -> tuple[ModuleName, ...]:
-    """The names of modules as they are called inside the part at `path`; \"\" means all of it."""
+    """The names of modules, translated to names inside the part at `path`; \"\" means the whole part."""
     around = [".".join(path.split(".")[:depth]) for depth in range(len(path.split(".")) + 1)]
     inside = [inner for inner, _ in model.get_submodule(path).named_modules() if inner]
     inner_names: list[ModuleName] = []
     for name in names:
-        means = _meaning(name, model)
-        if any(map(means, around)):
+        matches = _module_test(name, model)
+        if any(map(matches, around)):
             inner_names.append("")
-        inner_names += [inner for inner in inside if means(f"{path}.{inner}")]
+        inner_names += [inner for inner in inside if matches(f"{path}.{inner}")]
     return tuple(dict.fromkeys(inner_names))
 
 
-def _meaning(name: ModuleName, model: nn.Module) -> Callable[[str], bool]:
+def _module_test(name: ModuleName, model: nn.Module) -> Callable[[str], bool]:
     if isinstance(name, str):
         return lambda path: path == name or fnmatchcase(path, name)
     return lambda path: type(model.get_submodule(path)) is name
@@ -278,12 +281,12 @@ def check_names_of_parts(
     options: PartitionOptions,
     engines: Sequence[str],
 ) -> None:
-    """Raise `PartitionError` for a name that means no module of the model, or no operator that it runs."""
+    """Raise `PartitionError` for a name of no module of the model, or of no operator that it runs."""
     check_engine_names(options, engines)
     paths = [path for path, _ in model.named_modules()]
     for name in options.torch_executed_modules:
-        module_matcher(name)  # says what may be a name
-        if not any(map(_meaning(name, model), paths)):
+        module_matcher(name)  # raises for what is no name
+        if not any(map(_module_test(name, model), paths)):
             kinds = [type(module).__name__ for module in model.modules()]
             wanted, known = (name, paths) if isinstance(name, str) else (name.__name__, kinds)
             raise PartitionError(

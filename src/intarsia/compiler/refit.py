@@ -1,7 +1,7 @@
-"""New weights for a compiled module: the graph is lowered once more, and cut and built as before.
+"""Refit: new weights for a compiled module.
 
-The program is lowered again, because passes look at the values of constants and engines at converted ones.
-Otherwise every pass and every pattern would have to record the origin of each value.
+The captured program is lowered again with the new weights, and cut and built as before. Passes and engines
+use the values of weights, so replacing weights in built programs would need the origin of every folded value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = dict[str, torch.Tensor]
 
 
 class Rebuild(Protocol):
-    """What a refit needs of the job that compiled the module."""
+    """What a refit needs of the compile job."""
 
     def rebuild(
         self, model: nn.Module | None, lowered: Lowered, examples: Sequence[Example], plans: Sequence[Plan]
@@ -40,14 +40,13 @@ class Rebuild(Protocol):
 
 
 class Refit:
-    """Makes the module with other weights; if a model is passed too, it is compared with that model."""
+    """Builds the module again with other weights, and compares it with the model if one is given."""
 
     def __init__(self, job: Rebuild, examples: Sequence[Example]) -> None:
         self._job = job
         self._calls = [example.call for example in examples]
-        self._is_comparable = all(e.truth is not None for e in examples)  # unless it draws random numbers
-        # The plans of the compile. The plan of the last refit will not do: some weights may not allow what
-        # the next ones do.
+        self._is_comparable = all(e.truth is not None for e in examples)  # false if it draws random numbers
+        # The plans of the compile, not of the last refit: those weights may have excluded an engine.
         self._plans: list[Plan] = []
 
     def __call__(self, old: Compiled, weights: Weights) -> Compiled:
@@ -71,9 +70,10 @@ class Refit:
 
 
 def new_state(old: Mapping[str, torch.Tensor], weights: Mapping[str, Any] | nn.Module) -> State:
-    """The weights given, checked to be those of the model in name, shape, dtype and device.
+    """The weights by name, checked against the old ones: names, shapes, dtypes and devices are equal.
 
-    A model's own are shared with it; those of a state dict are copied, since nobody watches over them.
+    Those of a model are shared with it, and watched. Those of a state dict are copied, since nothing watches
+    it.
     """
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     missing = [name for name in old if name not in state]
@@ -86,25 +86,24 @@ def new_state(old: Mapping[str, torch.Tensor], weights: Mapping[str, Any] | nn.M
         new = state[name]
         if not isinstance(new, torch.Tensor):
             raise RefitError(f"{name} is a {type(new).__name__}, not a tensor")
-        is_like = [
-            (part, getattr(new, part), getattr(tensor, part))
-            for part in ("shape", "dtype", "device")
-            if getattr(new, part) != getattr(tensor, part)
-        ]
-        for part, has, wanted in is_like:
-            raise RefitError(f"{name} has the {part} {has}; the compiled one has {wanted}")
+        for attribute in ("shape", "dtype", "device"):
+            if getattr(new, attribute) != getattr(tensor, attribute):
+                raise RefitError(
+                    f"{name} has the {attribute} {getattr(new, attribute)};"
+                    f" the compiled one has {getattr(tensor, attribute)}"
+                )
     shared = isinstance(weights, nn.Module)
     return {name: state[name].detach() if shared else state[name].detach().clone() for name in old}
 
 
 def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
-    """The graph with other weights; RefitError where it is another graph then.
+    """The captured program, lowered with other weights; RefitError if that changes the graph.
 
-    Constants are folded, and what they prove is proven, from the new weights. Nothing is captured.
+    Constants and masks are folded again from the new weights. Nothing is captured.
     """
     if old.program is None:
         raise RefitError("the module does not hold its captured program; compile the model again")
-    program = capture(old.program)  # type: ignore[arg-type]  # a copy, whose weights are put in here
+    program = capture(old.program)  # type: ignore[arg-type]  # a copy, which gets the new weights
     for name, tensor in program.state_dict.items():
         if name in state:
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -112,14 +111,14 @@ def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
                 nn.Parameter(state[name], tensor.requires_grad) if is_parameter else state[name]
             )
     unsaved = {} if model is None else dict(model.named_buffers())  # buffers that a state dict leaves out
-    for table in (program.constants, program.state_dict):  # a program out of a file has all in the latter
+    for table in (program.constants, program.state_dict):  # a program from a file has both in the latter
         for name, constant in table.items():
             new = unsaved.get(name) if name not in state else None
             if new is not None and (new.shape, new.dtype) == (constant.shape, constant.dtype):
                 table[name] = new
     with honest_sizes():
         lowered = lower(program, has_converter=registry.__contains__)
-    difference = _difference(old.module, lowered.module) or _other_call(old, lowered)
+    difference = _difference(old.module, lowered.module) or _changed_interface(old, lowered)
     if difference is not None:
         raise RefitError(f"with these weights the model has another graph ({difference}): compile it again")
     return replace(
@@ -138,9 +137,9 @@ def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
 
 
 def _named_like(old: fx.GraphModule, new: fx.GraphModule) -> fx.GraphModule:
-    """The new graph, whose nodes have the names and the source lines of the old ones.
+    """The new graph with the node names and source lines of the old one.
 
-    Plans know nodes by name, and torch gives new names to the nodes of a program that was read from a file.
+    Plans identify nodes by name, and torch renames the nodes of a program that was read from a file.
     """
     pairs = [(a, b) for a, b in zip(_steps(old), _steps(new), strict=True) if a.op == "call_function"]
     for a, b in pairs:
@@ -164,9 +163,9 @@ def _named_like(old: fx.GraphModule, new: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _other_call(old: Lowered, new: Lowered) -> str | None:
-    taken, takes = ([(i.index, i.buffer, i.is_constant) for i in x.inputs] for x in (old, new))
-    if taken != takes:
+def _changed_interface(old: Lowered, new: Lowered) -> str | None:
+    before, after = ([(i.index, i.buffer, i.is_constant) for i in x.inputs] for x in (old, new))
+    if before != after:
         return "it takes other inputs"
     return None if old.outputs == new.outputs else "it gives other results"
 
@@ -175,7 +174,7 @@ def _difference(old: fx.GraphModule, new: fx.GraphModule) -> str | None:
     one, other = _steps(old), _steps(new)
     if len(one) != len(other):
         return f"{len(other)} nodes, not {len(one)}"
-    # What a graph takes or holds may have another name or place: it is known by who reads it first.
+    # Inputs and constants may have another name or place, so they are numbered by their first reader.
     numbers: list[dict[fx.Node, int]] = [{}, {}]
     for a, b in zip(one, other, strict=True):
         is_named = a.op == "call_function"
@@ -199,7 +198,7 @@ def _steps(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _arguments(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
-    """What a node is given, in text; nodes as numbers, in the order in which they are first met."""
+    """The arguments of a node as text; nodes are numbered in the order of their first use."""
     own = numbers.setdefault(node, len(numbers))
     arguments = fx.map_arg(
         (node.args, dict(node.kwargs)), lambda n: f"%{numbers.setdefault(n, len(numbers))}"
@@ -207,10 +206,10 @@ def _arguments(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
     return f"%{own} {arguments}"
 
 
-def as_before(plans: Iterable[Plan], otherwise: Strategy) -> Strategy:
-    """A strategy that cuts graphs as these plans cut equal ones, by the names of their nodes.
+def same_cuts(plans: Iterable[Plan], otherwise: Strategy) -> Strategy:
+    """A strategy that cuts a graph as one of these plans does, by the names of its nodes.
 
-    A graph that none of them fits, or a node that its engine refuses by now, is cut by the other strategy.
+    If no plan fits the graph, or an engine refuses a node that the plan gives it, `otherwise` cuts it.
     """
     by_names = {frozenset(node.name for node in plan.nodes): plan for plan in plans}
 
@@ -219,7 +218,7 @@ def as_before(plans: Iterable[Plan], otherwise: Strategy) -> Strategy:
         plan = by_names.get(frozenset(node.name for node in compute_nodes(module.graph)))
         if plan is None:
             return otherwise(module, table, options)
-        segments = [_renewed(segment, nodes) for segment in plan.segments]
+        segments = [_segment_of(segment, nodes) for segment in plan.segments]
         if not all(table.accepts(node, segment.engine) for segment in segments for node in segment.nodes):
             return otherwise(module, table, options)
         return Plan(tuple(segments), plan.strategy)
@@ -227,7 +226,8 @@ def as_before(plans: Iterable[Plan], otherwise: Strategy) -> Strategy:
     return strategy
 
 
-def _renewed(segment: Segment, nodes: Mapping[str, fx.Node]) -> Segment:
+def _segment_of(segment: Segment, nodes: Mapping[str, fx.Node]) -> Segment:
+    """The same segment of another graph, whose nodes have the same names."""
     return replace(
         segment,
         nodes=tuple(nodes[node.name] for node in segment.nodes),

@@ -33,7 +33,7 @@ from intarsia.engines.openvino.short import OpenVINOInt4Weights as OpenVINOInt4W
 from intarsia.engines.openvino.short import OpenVINOInt8 as OpenVINOInt8
 from intarsia.engines.openvino.short import OpenVINOInt8Weights as OpenVINOInt8Weights
 from intarsia.engines.pytorch import PyTorch as PyTorch
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, error_text
 
 ENTRY_POINTS = "intarsia.engines"
 # In the order they are asked. Engines of other packages come after the first two.
@@ -76,7 +76,7 @@ def _load_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
             if kind.name not in shipped:
                 engines.setdefault(kind.name, kind)
         except Exception as error:  # another package's mistake must not cost the engines that work
-            broken[entry.name] = f"{entry.value} could not be loaded: {_first_line(error)}"
+            broken[entry.name] = f"{entry.value} could not be loaded: {error_text(error)}"
     return engines | {kind.name: kind for kind in _LAST}, broken
 
 
@@ -95,7 +95,7 @@ def default_engines(device: str = "cpu", notes: list[str] | None = None) -> list
                 engines.append(kind())
         except Exception as error:
             if notes is not None:
-                notes.append(f"{name}: it could not be created: {_first_line(error)}")
+                notes.append(f"{name}: it could not be created: {error_text(error)}")
     return engines
 
 
@@ -179,11 +179,7 @@ def _unavailable(engine: Engine) -> str | None:
     try:
         return engine.unavailable()
     except Exception as error:
-        return f"the check whether it is available failed: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return f"the check whether it is available failed: {error_text(error)}"
 
 
 def _make(item: Engine | str, known: dict[str, type[Engine]], broken: dict[str, str]) -> Engine:

@@ -198,6 +198,7 @@ class NetworkEngine(Engine):
         """Why this engine refuses the layers of a small network; None if it accepts them."""
 
     takes_bodies: ClassVar[bool] = False  # layers that hold networks: `If` and `Loop`
+    multiplies_integers: ClassVar[bool] = False  # 8-bit activations by 8-bit weights, without saturation
     divides_exactly: ClassVar[bool] = True  # and does not multiply by reciprocals, which rounds twice
 
     def probe_all(self, nets: Sequence[Network]) -> list[str | None]:
@@ -207,6 +208,13 @@ class NetworkEngine(Engine):
     @abc.abstractmethod
     def build(self, net: Network) -> Program:
         """Build the program that runs a network; EngineError if the engine fails."""
+
+    def fails_on_empty(self, net: Network) -> str | None:
+        """Why a program of a network whose sizes vary must never get an empty tensor; None if it may.
+
+        PyTorch answers such calls.
+        """
+        return None
 
     def patterns(self) -> Collection[str]:
         """The groups of shipped rewriting patterns that may make this engine faster (`Fusion.group`).

@@ -1,7 +1,7 @@
 """Layer attributes: Python values to `onnx_ir.Attr` and back.
 
-ONNX keeps floats of attributes in 32 bits. Patterns that would put a float64 number into one are refused;
-leaving such layers to PyTorch would cut a float64 model at every norm.
+ONNX stores floats of attributes in 32 bits. Patterns refuse to put a float64 number into one. Leaving such
+layers to PyTorch instead would cut a float64 model at every norm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from intarsia.errors import NetworkError
 
 
 def to_attr(name: str, value: Any) -> ir.Attr:
-    """An attribute that holds `value`; booleans become 0 or 1, as ONNX has none."""
+    """An attribute with this value; booleans become 0 or 1, since ONNX has none."""
     if isinstance(value, list | tuple):
         kind = ir.AttributeType.FLOATS if any(isinstance(item, float) for item in value) else None
         value = [_plain(item) for item in value]
@@ -34,13 +34,13 @@ def _plain(value: Any) -> Any:
 
 
 def from_attr(attr: ir.Attr) -> Any:
-    """The Python value an attribute holds."""
+    """The Python value of an attribute."""
     value = attr.value
     return list(value) if isinstance(value, tuple) else value
 
 
 def is_rounded(number: float, dtype: ir.DataType | None) -> bool:
-    """Whether an attribute, which ONNX keeps in 32 bits, holds less of a number than this dtype does.
+    """Whether an attribute, which ONNX stores in 32 bits, is less precise than the number in this dtype.
 
     >>> is_rounded(0.1, ir.DataType.DOUBLE), is_rounded(0.5, ir.DataType.DOUBLE)
     (True, False)
@@ -49,7 +49,7 @@ def is_rounded(number: float, dtype: ir.DataType | None) -> bool:
 
 
 def rounded_attribute(node: ir.Node) -> str | None:
-    """The attribute by which a layer of float64 loses digits, in words; None if there is none."""
+    """The attribute that rounds a number of a float64 layer, as text; None if there is none."""
     if not any(value.dtype == ir.DataType.DOUBLE for value in node.outputs):
         return None
     if node.op_type == "Gelu" and "approximate" in node.attributes:

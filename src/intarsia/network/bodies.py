@@ -1,4 +1,4 @@
-"""Bodies: the graphs that layers such as If and Loop hold, and what those read of the network around them."""
+"""Bodies: the graphs that layers such as If and Loop hold, and the outer values that they read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OWNER = "intarsia.owner"
 
 
 class OuterUse(NamedTuple):
-    """A layer inside a body reads a value that is made outside of it."""
+    """A layer inside a body reads a value from outside it."""
 
     node: ir.Node
     position: int
@@ -18,7 +18,7 @@ class OuterUse(NamedTuple):
 
 
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
-    """The graphs a layer holds."""
+    """The bodies of a layer."""
     graphs: list[ir.Graph] = []
     for attr in node.attributes.values():
         if attr.type is ir.AttributeType.GRAPH:
@@ -29,26 +29,26 @@ def bodies_of(node: ir.Node) -> list[ir.Graph]:
 
 
 def take_bodies(node: ir.Node, *, only_free: bool = False) -> list[tuple[ir.Graph, ir.Node | None]]:
-    """Note in the bodies of a layer that they are its own; gives each with the layer that owned it before.
+    """Make a layer the owner of its bodies; returns each body with its former owner.
 
-    With `only_free`, a body that another layer owns stays that layer's.
+    With `only_free`, a body that has an owner keeps it.
     """
-    taken = [(body, body.meta.get(_OWNER)) for body in bodies_of(node)]
-    for body, before in taken:
-        if before is None or not only_free:
+    former = [(body, body.meta.get(_OWNER)) for body in bodies_of(node)]
+    for body, owner in former:
+        if owner is None or not only_free:
             body.meta[_OWNER] = node
-    return taken
+    return former
 
 
 def give_body(body: ir.Graph, owner: ir.Node | None) -> None:
-    """Let a body be a layer's, or nobody's."""
+    """Set the owner of a body; None for no owner."""
     body.meta[_OWNER] = owner
 
 
 def outer_uses(node: ir.Node, *, owned: bool = False) -> tuple[OuterUse, ...]:
-    """What is read in the bodies of a layer and made outside of them.
+    """The values from outside that the bodies of a layer read.
 
-    `owned` leaves out the bodies that another layer took over and still holds.
+    With `owned`, bodies whose owner is another layer of a graph are left out.
     """
     uses: list[OuterUse] = []
     for body in bodies_of(node):
@@ -65,13 +65,13 @@ def outer_uses(node: ir.Node, *, owned: bool = False) -> tuple[OuterUse, ...]:
 
 
 def owner_in(graph: ir.Graph, inner: ir.Node) -> ir.Node | None:
-    """The layer of a graph in whose body, or a body of that, a layer stands."""
+    """The layer of a graph in whose body, at any depth, a layer is."""
     holder: ir.Node | None = inner
     while holder is not None and holder.graph is not graph:
         holder = None if holder.graph is None else holder.graph.meta.get(_OWNER)
     if holder is not None:
         return holder
-    for node in graph:  # a graph made elsewhere says nothing of owners
+    for node in graph:  # bodies of a graph that was made elsewhere have no owner
         if any(inner in body.all_nodes() for body in bodies_of(node)):
             return node
     return None

@@ -1,4 +1,4 @@
-"""The one table between torch's dtypes and ONNX's."""
+"""The table of torch's dtypes and ONNX's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ INTEGERS = SIGNED | UNSIGNED
 
 
 def to_onnx(dtype: torch.dtype) -> ir.DataType:
-    """The ONNX type of a torch dtype; refuses those ONNX does not have (complex, quantised)."""
+    """The ONNX type of a torch dtype. Complex and quantized dtypes have none and are refused."""
     onnx_dtype = _TORCH_TO_ONNX.get(dtype)
     if onnx_dtype is None:
         raise NetworkError(f"{dtype} has no ONNX type")

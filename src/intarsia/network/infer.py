@@ -1,6 +1,6 @@
-"""What ONNX says of operators: their inputs and attributes, and what they make, by its own inference.
+"""What ONNX defines of operators: inputs, attributes and defaults; outputs by ONNX's own shape inference.
 
-Operators that ONNX does not define get a rule of their own by `infers`.
+`infers` registers a rule for operators that ONNX does not define.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Types = list[tuple[ir.DataType, Shape]]
 ShapeRule = Callable[[Sequence[TypedValue | None], Mapping[str, Any], int], Types]
 
 _RULES: dict[tuple[str, str], ShapeRule] = {}
-# Sizes, axes, scales: constants that shapes depend on. A longer one is a weight.
+# Constants that shapes depend on, such as sizes, axes and scales, are at most this long. Longer ones are
+# weights.
 _LONGEST_ARGUMENT = 64
 
 
 def infers(*op_types: str, domain: str = "") -> Callable[[ShapeRule], ShapeRule]:
-    """Register the shape rule of operators that ONNX does not define.
+    """Register a shape rule for operators that ONNX does not define.
 
     >>> @infers("Twice", domain="docs.infers")
     ... def twice(inputs, attributes, outputs):
@@ -43,7 +44,7 @@ def infers(*op_types: str, domain: str = "") -> Callable[[ShapeRule], ShapeRule]
 
 
 def has_rule(domain: str, op_type: str) -> bool:
-    """Whether outputs can be inferred; layers with bodies say themselves what they make."""
+    """Whether the outputs of an operator can be inferred; those of layers with bodies cannot."""
     return (domain, op_type) in _RULES or (not domain and _onnx_schema(op_type) is not None)
 
 
@@ -74,7 +75,7 @@ def infer(
 
 @functools.cache
 def _onnx_schema(op_type: str) -> Any:
-    """ONNX's definition at our opset, or the first one that is newer; None without inference of its own."""
+    """ONNX's definition at our opset, or the first newer one; None if it has no shape inference."""
     if not defs.has(op_type, ""):
         return None
     try:
@@ -113,7 +114,7 @@ def _type_of(op_type: str, proto: onnx.TypeProto | None) -> tuple[ir.DataType, S
     return ir.DataType(tensor.elem_type), tuple(sizes)
 
 
-# ONNX defines these two by other operators and infers nothing for them (onnx 1.23).
+# onnx 1.23 defines the first two by other operators and infers nothing for them.
 @infers("GroupNormalization", "MeanVarianceNormalization")
 @infers("Gelu", "FastGelu", "BiasGelu", "QuickGelu", domain=MICROSOFT)
 def _like_first(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Types:
@@ -135,13 +136,19 @@ def _matmul_nbits(inputs: Sequence[TypedValue | None], attributes: Mapping[str, 
     return [(inputs[0].dtype, (*inputs[0].shape[:-1], attributes["N"]))]
 
 
-# Inputs: how many and of which dtypes; attributes: which by default.
+@infers("MatMulIntegerToFloat", domain=MICROSOFT)
+def _integers(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Types:
+    assert inputs[0] is not None and inputs[1] is not None
+    return [(ir.DataType.FLOAT, (*inputs[0].shape[:-1], inputs[1].shape[-1]))]
+
+
+# Inputs and attributes as ONNX defines them.
 
 _DTYPES = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}
 
 
 class Formal(NamedTuple):
-    """One input as the operator defines it; inputs of one `variable` have one dtype."""
+    """One input in an operator's definition. Inputs with the same `variable` have the same dtype."""
 
     name: str
     variable: str | None
@@ -150,7 +157,7 @@ class Formal(NamedTuple):
 
 @dataclass(frozen=True)
 class Schema:
-    """The part of an operator's definition that networks and patterns ask for."""
+    """The part of an operator's definition that networks and patterns use."""
 
     min_inputs: int
     max_inputs: int
@@ -158,7 +165,7 @@ class Schema:
     inputs: tuple[Formal, ...]  # the last stands for all that follow
 
     def misfit(self, op_type: str, inputs: Sequence[TypedValue | None]) -> str | None:
-        """Why the operator cannot have these inputs; None if it can."""
+        """Why the operator does not take these inputs; None if it does."""
         if not self.min_inputs <= len(inputs) <= self.max_inputs:
             return f"has {len(inputs)} inputs; {op_type} takes {self.min_inputs} to {self.max_inputs}"
         last = len(self.inputs) - 1
@@ -186,7 +193,7 @@ def schema_of(domain: str, op_type: str) -> Schema | None:
     try:
         schema = defs.get_schema(op_type, OPSET, "")
     except defs.SchemaError:
-        return None  # newer than our opset: the layer carries its own version
+        return None  # newer than our opset: the layer has a version of its own
     defaults = {
         name: helper.get_attribute_value(attr.default_value)
         for name, attr in schema.attributes.items()

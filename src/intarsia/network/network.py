@@ -20,7 +20,7 @@ from intarsia.network.text import dot_text, graph_text, kind_of, layer_text
 from intarsia.network.value import OPSET, Dim, Shape, TypedValue, ir_version
 from intarsia.network.verify import verify
 
-_NETWORK = "intarsia.network"  # where a graph keeps the network it belongs to
+_NETWORK = "intarsia.network"  # key of a graph's `meta` for its network
 
 
 class Tensor(TypedValue):
@@ -45,7 +45,7 @@ class Tensor(TypedValue):
 
     @staticmethod
     def of(value: ir.Value) -> Tensor:
-        """The view of a raw value."""
+        """The `Tensor` of an `onnx_ir` value."""
         view = Tensor.__new__(Tensor)
         view.value = value
         return view
@@ -80,7 +80,7 @@ class Tensor(TypedValue):
         """Replace this tensor by `new` in all its users and in the outputs of the network."""
         self.network.replace_all_uses(self, new)
 
-    # The operators are filled in by `functional`, which knows the operations.
+    # `functional` adds the operators, since they add layers.
     if TYPE_CHECKING:
 
         def __add__(self, other: Any) -> Tensor: ...
@@ -169,7 +169,7 @@ class Layer:
 
 
 class Network(EditableGraph):
-    """A graph of layers that an engine is built from.
+    """A graph of layers from which an engine builds a program.
 
     >>> net = Network("tiny")
     >>> with net_guard(net):
@@ -186,7 +186,7 @@ class Network(EditableGraph):
 
     @staticmethod
     def of(graph: ir.Graph) -> Network:
-        """The network of a raw graph. It is created if the graph has none."""
+        """The network of an `onnx_ir` graph. It is created if the graph has none."""
         network = graph.meta.get(_NETWORK)
         if isinstance(network, Network) and network.graph is graph:
             return network
@@ -265,19 +265,19 @@ class Network(EditableGraph):
         mark_output(self, tensor.value, name)
 
     def remove(self, layer: Layer) -> None:
-        """Remove a layer; an error if something still reads it."""
+        """Remove a layer; NetworkError if something still reads it."""
         remove_node(self, layer.node)
 
     def replace_all_uses(self, old: Tensor, new: Tensor) -> None:
-        """Replace `old` by `new` everywhere, in network outputs too; an error if this makes a cycle.
+        """Replace `old` by `new` in layers and in the network's outputs; NetworkError if that makes a cycle.
 
-        A network's outputs keep their names: `new` takes the name over, or an Identity does
-        where `new` is an input, a constant or an output already.
+        Outputs keep their names: `new` gets the name, or an Identity of `new` does if `new` is an input, a
+        constant or an output already.
         """
         replace_value(self, old.value, new.value)
 
     def replace_use(self, layer: Layer, index: int, new: Tensor) -> None:
-        """Replace one use; an error if this makes a cycle."""
+        """Replace one input of a layer; NetworkError if that makes a cycle."""
         replace_input(self, layer.node, index, new.value)
 
     def to_dot(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -304,7 +304,7 @@ class _ThreadState(threading.local):
     net: Network | None = None
 
 
-under_guard: _ThreadState = _ThreadState()  # the network that functionals of this thread add their layers to
+under_guard: _ThreadState = _ThreadState()  # the network that functionals of this thread add layers to
 
 
 @contextlib.contextmanager
@@ -318,7 +318,7 @@ def net_guard(net: Network) -> Iterator[Network]:
 
 
 def default_net(*tensors: Any) -> Network:
-    """The network of `net_guard`; without it, the network of the given tensors."""
+    """The network under `net_guard`; without one, the network of the tensors."""
     if under_guard.net is not None:
         return under_guard.net
     for tensor in tensors:

@@ -1,7 +1,7 @@
 """ONNX operators and their traits: one row an operator, for guards, engines and rewriting alike.
 
-A trait holds whichever engine runs the operator, and `tests/network/test_ops.py` runs every row against it.
-What is true of one engine's kernels only (which of them lose NaN, say) stays with that engine.
+A trait holds for every engine, and `tests/network/test_ops.py` runs every row against it. What only one
+engine's kernels do, such as losing NaN, is stated at that engine.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Op:
-    """What is known of an operator."""
+    """The traits of an operator."""
 
     keeps_values: bool = False
-    """Its output has the elements of its first input, each of them at least once, and no others."""
+    """The elements of its output are those of its first input, each at least once."""
     moves_data: bool = False
-    """Elements of its output are elements of its inputs, or the value that it fills gaps with."""
+    """The elements of its output are elements of its inputs, or the value that fills gaps."""
     may_be_identity: bool = False
-    """For some attributes and shapes it returns its first input unchanged."""
+    """With some attributes and shapes it returns its first input unchanged."""
     operands: int = 0
-    """It computes each element from the elements of this many inputs at one place; 0: not elementwise.
-    Inputs after these (the bounds of Clip) hold for all elements."""
+    """It computes each element from this many inputs at the same position; 0: it is not elementwise. Further
+    inputs (the bounds of Clip) apply to all elements."""
     monotone: bool = False
-    """A larger element never becomes a smaller one."""
+    """A larger element never gives a smaller result."""
     commutative: bool = False
     """Its two operands can be exchanged."""
     range: Range | None = None
-    """All of its results lie in this range, whatever it is given (apart from NaN)."""
+    """All of its results lie in this range (apart from NaN)."""
     counts: bool = False
-    """Its integers are places or sizes, never negative."""
+    """Its integers are indices or sizes, never negative."""
     multiplies_weights: bool = False
     """It sums the products of its first input with its second, which usually is a weight."""
     normalizes: bool = False
-    """It divides by the deviation of its elements, and so squares them on the way."""
+    """It divides by the deviation of its elements, which it squares to compute it."""
     recurrent: bool = False
-    """It runs over a sequence, one step after the other."""
+    """It processes a sequence step by step."""
 
 
 _UNIT, _SIGNED_UNIT = (0.0, 1.0), (-1.0, 1.0)
@@ -146,7 +146,7 @@ OPS: dict[str, Op] = {
     "LSTM": Op(recurrent=True),
     "RNN": Op(recurrent=True),
     "Softmax": Op(range=_UNIT),
-    # Places and sizes.
+    # Indices and sizes.
     "ArgMax": Op(counts=True),
     "ArgMin": Op(counts=True),
     "NonZero": Op(counts=True),
@@ -156,18 +156,18 @@ OPS: dict[str, Op] = {
 }
 
 
-def _named(rows: Iterable[tuple[str, bool]]) -> frozenset[str]:
+def _names(rows: Iterable[tuple[str, bool]]) -> frozenset[str]:
     return frozenset(name for name, holds in rows if holds)
 
 
-# The same by trait: `kind in MOVES_DATA` also answers for operators that have no row.
-KEEPS_VALUES = _named((name, op.keeps_values) for name, op in OPS.items())
-MOVES_DATA = _named((name, op.moves_data) for name, op in OPS.items())
-MAY_BE_IDENTITY = _named((name, op.may_be_identity) for name, op in OPS.items())
-UNARY = _named((name, op.operands == 1) for name, op in OPS.items())
-BINARY = _named((name, op.operands == 2) for name, op in OPS.items())
-COMMUTATIVE = _named((name, op.commutative) for name, op in OPS.items())
-COUNTS = _named((name, op.counts) for name, op in OPS.items())
-MULTIPLIES_WEIGHTS = _named((name, op.multiplies_weights) for name, op in OPS.items())
-NORMALIZES = _named((name, op.normalizes) for name, op in OPS.items())
-RECURRENT = _named((name, op.recurrent) for name, op in OPS.items())
+# The names by trait: `kind in MOVES_DATA` is also defined for operators without a row.
+KEEPS_VALUES = _names((name, op.keeps_values) for name, op in OPS.items())
+MOVES_DATA = _names((name, op.moves_data) for name, op in OPS.items())
+MAY_BE_IDENTITY = _names((name, op.may_be_identity) for name, op in OPS.items())
+UNARY = _names((name, op.operands == 1) for name, op in OPS.items())
+BINARY = _names((name, op.operands == 2) for name, op in OPS.items())
+COMMUTATIVE = _names((name, op.commutative) for name, op in OPS.items())
+COUNTS = _names((name, op.counts) for name, op in OPS.items())
+MULTIPLIES_WEIGHTS = _names((name, op.multiplies_weights) for name, op in OPS.items())
+NORMALIZES = _names((name, op.normalizes) for name, op in OPS.items())
+RECURRENT = _names((name, op.recurrent) for name, op in OPS.items())

@@ -1,4 +1,4 @@
-"""A network as an ONNX model: small constants inside, large weights left where they are."""
+"""A network as an ONNX model: small constants are part of it, large weights stay where they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 from intarsia.network.network import Network
 from intarsia.network.value import ir_version
 
-INLINE_BYTES = 1024  # engines read shapes and axes while they build: those must be inside
+INLINE_BYTES = 1024  # engines read shapes and axes while they build, so these must be part of the model
 
 _serializing = threading.Lock()
 
@@ -20,11 +20,10 @@ Weights = dict[str, ir.TensorProtocol]
 def to_proto(net: Network, *, weights_outside: bool = True) -> tuple[Any, Weights]:
     """The model, and the weights that it names but does not hold.
 
-    Those are written as external data whose location is the weight's own name, for the engine's
-    caller to provide.
+    A weight outside is external data whose location is its own name. The engine provides its memory.
     """
     outside: Weights = {}
-    # The stand-ins are put in for the time of serialising only; the network itself keeps its tensors.
+    # The network has stand-ins for its weights only while it is serialized.
     with _serializing:
         try:
             for name, value in net.graph.initializers.items():
@@ -40,7 +39,7 @@ def to_proto(net: Network, *, weights_outside: bool = True) -> tuple[Any, Weight
         finally:
             for name, array in outside.items():
                 net.graph.initializers[name].const_value = array
-    # A constant nobody reads (a converter may have folded it into another) is not the engine's business.
+    # A constant without readers, which a converter may have folded into another, is left out.
     unread = {name for name, value in net.graph.initializers.items() if not _is_read(value)}
     if unread:
         initializers = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
@@ -54,7 +53,7 @@ def _is_read(value: ir.Value) -> bool:
 
 
 def weights_as_inputs(proto: Any, weights: Weights) -> None:
-    """Let a model take the weights it does not hold as inputs."""
+    """Turn the weights that a model does not hold into inputs."""
     graph = proto.graph
     initializers = [tensor for tensor in graph.initializer if tensor.name not in weights]
     del graph.initializer[:]

@@ -1,4 +1,4 @@
-"""What a functional was called with: `FLayerInfo`, kept per layer and true through rewrites."""
+"""The call of a functional, `FLayerInfo`, recorded on the layers it made and valid while they are edited."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from intarsia.network.network import Layer, Network, Tensor, default_net, under_
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_INFO = "intarsia.call"  # where a layer keeps the call that made it
+_INFO = "intarsia.call"  # key of a layer's `meta` for the call that made it
 
 
 class Form(NamedTuple):
-    """What a functional is called, and its parameters."""
+    """The name of a functional and its parameters."""
 
     kind: str
     signature: inspect.Signature
@@ -44,7 +44,7 @@ class FLayerInfo:
     ('softmax', 1)
     """
 
-    __slots__ = ("_arguments", "_log", "_made", "_outputs", "_time", "layer_kind", "signature")
+    __slots__ = ("_arguments", "_log", "_nodes", "_outputs", "_time", "layer_kind", "signature")
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class FLayerInfo:
         self._log, self._time = log, log.clock
         self.layer_kind: str = form.kind
         self.signature: inspect.Signature = form.signature
-        self._arguments, self._outputs, self._made = arguments, outputs, nodes
+        self._arguments, self._outputs, self._nodes = arguments, outputs, nodes
 
-    # Tensors that were replaced since the call are looked up when asked for: most never are.
+    # Tensors that were replaced since the call are looked up on access, since most are never asked for.
     @property
     def raw_inputs(self) -> dict[str, Any]:
-        """Every argument by name, defaults filled in, as the network stands now."""
+        """Every argument by name, with defaults, as the network is now."""
         args, kwargs = self._current_arguments()
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -70,7 +70,7 @@ class FLayerInfo:
 
     @property
     def raw_outputs(self) -> Any:
-        """The results, in the structure the functional gave them, as the network stands now."""
+        """The results in the functional's own structure, as the network is now."""
         return _map(self._outputs, self._follow)
 
     def _follow(self, tensor: Tensor) -> Tensor:
@@ -81,30 +81,30 @@ class FLayerInfo:
         return _map(self._arguments, lambda t: current[t] if t in current else self._follow(t))
 
     def _redirected(self) -> dict[Tensor, Tensor] | None:
-        """What each tensor of the arguments is now; None if that is unknown.
+        """The current tensor for each tensor of the arguments; None if it is unknown.
 
-        It can where the call is one layer, and each redirected read was the only one of its tensor.
+        It is known if the call made one layer, and every input that changed was the only read of its tensor.
         """
-        changes = [change for node in self._made for change in self._log.inputs_since(node, self._time)]
+        changes = [change for node in self._nodes for change in self._log.inputs_since(node, self._time)]
         if not changes:
             return {}
-        if len(self._made) > 1:
+        if len(self._nodes) > 1:
             return None
-        written = Counter(tensors_in(self._arguments))
-        now = {tensor: (tensor.value, self._time) for tensor in written}
+        count = Counter(tensors_in(self._arguments))
+        now = {tensor: (tensor.value, self._time) for tensor in count}
         for change in changes:
             hit = [t for t, (v, time) in now.items() if self._log.follow(v, time, change.time) is change.old]
-            if sum(written[tensor] for tensor in hit) != 1 or change.still_read:
+            if sum(count[tensor] for tensor in hit) != 1 or change.still_read:
                 return None
             now[hit[0]] = (change.new, change.time)
         return {tensor: Tensor.of(self._log.follow(*state)) for tensor, state in now.items()}
 
     def is_true(self) -> bool:
-        """Whether every tensor it mentions is still in the network, and read where it was."""
+        """Whether all its tensors are still in the network, and its arguments are known."""
         if self._redirected() is None:
             return False
-        mentioned = tensors_in((*self._current_arguments(), self.raw_outputs))
-        return all(tensor.value.graph is not None for tensor in mentioned)
+        tensors = tensors_in((*self._current_arguments(), self.raw_outputs))
+        return all(tensor.value.graph is not None for tensor in tensors)
 
     def get_input(self, name: str) -> Any:
         inputs = self.raw_inputs
@@ -113,17 +113,17 @@ class FLayerInfo:
         return inputs[name]
 
     def clone_inputs(self) -> dict[str, Any]:
-        """The arguments, to be changed and passed to the functional again."""
+        """A copy of the arguments, which can be changed and passed to the functional."""
         return self.raw_inputs
 
     def replace_input_with(self, old: Tensor, new: Tensor) -> None:
-        """Let this call, and the layers it made, read `new` where they read `old`."""
+        """Replace `old` by `new` in this call, and in the layers that it made."""
         if new.value.graph is None:
             raise NetworkError(f"{new.name} was removed and cannot be read")
         before = (self._arguments, self._outputs, self._time)
         arguments = _map(self._current_arguments(), lambda t: new if t == old else t)
         redirected = False
-        for node in self._made:
+        for node in self._nodes:
             for index, value in enumerate(node.inputs):
                 if value is old.value and node.graph is not None:
                     Layer(node).replace_input(index, new)
@@ -136,34 +136,32 @@ class FLayerInfo:
     def _set(self, arguments: Any, outputs: Any, time: int) -> None:
         self._arguments, self._outputs, self._time = arguments, outputs, time
 
-    def also_made(self, node: ir.Node) -> None:
-        """Let this be the call that made another layer too."""
-        self._made = [*self._made, node]
+    def add_node(self, node: ir.Node) -> None:
+        """Count another layer among those that the call made."""
+        self._nodes = [*self._nodes, node]
 
-    def made(self, node: ir.Node) -> bool:
+    def has_made(self, node: ir.Node) -> bool:
         """Whether the call made this layer."""
-        return node in self._made
+        return node in self._nodes
 
     def replace_outputs_uses_with(self, net: Network, new_outputs: Any) -> None:
-        """Redirect the readers of this call's results to `new_outputs`, matched by position or key."""
+        """Replace this call's results by `new_outputs` in all readers, matched by position or key."""
         olds, news = list(tensors_in(self.raw_outputs)), list(tensors_in(new_outputs))
         if len(olds) != len(news):
-            raise NetworkError(
-                f"{self.layer_kind} made {len(olds)} tensors and {len(news)} are given instead"
-            )
+            raise NetworkError(f"{self.layer_kind} has {len(olds)} results; {len(news)} replace them")
         for old, new in zip(olds, news, strict=True):
             net.replace_all_uses(old, new)
 
     replace_output_uses_with = replace_outputs_uses_with
 
 
-# Functionals that are one layer without attributes, by operator and number of operands: such a layer says
-# itself what was called with what, so nothing is recorded.
+# Functionals of one layer without attributes, by operator and number of operands. The layer itself says what
+# the call was, so nothing is recorded.
 _SINGLE_LAYER: dict[tuple[str, int], Form] = {}
 
 
 def single_layer(op_type: str, function: Callable[..., Any]) -> None:
-    """Let a layer of this kind, with as many operands as the function takes, stand for its call."""
+    """Register a functional whose calls are read from layers of this kind, with as many operands."""
     form = Form.of(function)
     _SINGLE_LAYER[op_type, len(form.signature.parameters)] = form
 
@@ -181,14 +179,14 @@ class _LayerAsCall(FLayerInfo):
     @property
     def raw_inputs(self) -> dict[str, Any]:
         if self._node.graph is None:
-            return super().raw_inputs  # as it was when the layer was asked
+            return super().raw_inputs  # as when this object was created
         return dict(zip(self.signature.parameters, _operands(self._node), strict=True))
 
     def is_true(self) -> bool:
         return self._node.graph is not None and self.raw_outputs.value.graph is not None
 
     def _set(self, arguments: Any, outputs: Any, time: int) -> None:
-        pass  # the layer says what it reads
+        pass  # the arguments are read from the layer
 
 
 def _operands(node: ir.Node) -> tuple[Tensor, ...]:
@@ -215,21 +213,21 @@ class FLayerInfoMemo:
         return node if node is not None and node.graph is self._net.graph else None
 
     def add(self, layer: str | Layer, info: FLayerInfo) -> None:
-        """Let this be the call that made a layer."""
+        """Record the call that made a layer."""
         node = self._node(layer)
         if node is None:
             raise NetworkError(f"network {self._net.name} has no layer {layer}")
-        if not info.made(node):
-            info.also_made(node)
+        if not info.has_made(node):
+            info.add_node(node)
         node.meta[_INFO] = info
 
     def get(self, layer: str | Layer) -> FLayerInfo | None:
-        """The call that made this layer's result; None if none was recorded or it is true no more."""
+        """The call that made a layer's result; None if none is recorded or it is no longer true."""
         node = self._node(layer)
         if node is None:
             return None
         info: FLayerInfo | None = node.meta.get(_INFO)
-        if info is None or not info.made(node):  # a copy of a layer has the call of the layer it copies
+        if info is None or not info.has_made(node):  # a copied layer has the call of its original
             form = _SINGLE_LAYER.get((node.op_type, len(node.inputs)))
             if form is None or node.domain or node.attributes or None in node.inputs:
                 return None
@@ -237,15 +235,15 @@ class FLayerInfoMemo:
         return info if info.is_true() else None
 
     def remove(self, layer: str | Layer) -> None:
-        """Forget the call that made a layer."""
+        """Remove the record of the call that made a layer."""
         if (node := self._node(layer)) is not None:
             node.meta.pop(_INFO, None)
 
 
 def record_signature(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a functional record its call on the layers that make its results.
+    """Make a functional record its calls on the layers that make its results.
 
-    Where recorded functionals call each other, the outermost call is what the layer stands for.
+    If recorded functionals call each other, the outermost call is recorded.
     """
     form = Form.of(function)
 
@@ -255,21 +253,21 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
         if net is None:
             operand = next(tensors_in((args, kwargs)), None)
             if operand is None:
-                return function(*args, **kwargs)  # which has no network to add to either
+                return function(*args, **kwargs)  # it has no network to add layers to
             net = operand.network
         nodes: list[ir.Node] = []
-        outer, net.made = net.made, nodes
+        outer, net.new_nodes = net.new_nodes, nodes
         try:
             result = function(*args, **kwargs)
         finally:
-            net.made = outer
+            net.new_nodes = outer
         if not nodes:
             return result
         if outer is not None:
             outer += nodes
         info = FLayerInfo(net.replacements, form, (args, kwargs), result, nodes)
         for tensor in tensors_in(result):
-            # A functional may hand back a tensor that was there before: that one keeps its own call.
+            # A functional may return a tensor that existed before; that one keeps its own call.
             node = tensor.value.producer()
             if node is not None and node in nodes:
                 node.meta[_INFO] = info

@@ -25,7 +25,7 @@ def kind_of(node: ir.Node) -> str:
 
 
 def type_text(value: ir.Value) -> str:
-    """`f32[2, n]`"""
+    """The type of a value, such as `f32[2, n]`."""
     dtype = "?" if value.dtype is None else _SHORT.get(value.dtype, value.dtype.name.lower())
     if value.shape is None:
         return f"{dtype}[...]"
@@ -34,7 +34,7 @@ def type_text(value: ir.Value) -> str:
 
 
 def operand_text(value: ir.Value | None) -> str:
-    """A name; small constants as their value, large ones as `name<type>`."""
+    """The name of an operand; a small constant as its value, a large one as `name<type>`."""
     if value is None:
         return "_"
     array = value.const_value
@@ -49,7 +49,7 @@ def operand_text(value: ir.Value | None) -> str:
 
 
 def layer_text(node: ir.Node) -> str:
-    """`y = Softmax(x) {axis=-1}`"""
+    """A layer, such as `y = Softmax(x) {axis=-1}`."""
     outputs = ", ".join(value.name or "?" for value in node.outputs)
     operands = ", ".join(operand_text(value) for value in node.inputs)
     attributes = ", ".join(f"{name}={_attr_text(attr)}" for name, attr in node.attributes.items())
@@ -66,7 +66,7 @@ def _attr_text(attr: ir.Attr) -> str:
 
 
 def graph_text(graph: ir.Graph) -> str:
-    """The whole network."""
+    """The whole network, one layer a line."""
     inputs = ", ".join(f"{value.name}: {type_text(value)}" for value in graph.inputs)
     outputs = ", ".join(f"{value.name}: {type_text(value)}" for value in graph.outputs)
     lines = [f"{graph.name or 'network'}({inputs}) -> ({outputs})"]
@@ -75,7 +75,7 @@ def graph_text(graph: ir.Graph) -> str:
 
 
 def dot_text(graph: ir.Graph) -> str:
-    """The network in Graphviz's language: boxes are layers, ellipses the network's ends."""
+    """The network in Graphviz's language: boxes are layers, ellipses its inputs and outputs."""
 
     def quoted(text: str | None) -> str:
         return '"' + (text or "?").replace("\\", "\\\\").replace('"', '\\"') + '"'

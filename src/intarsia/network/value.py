@@ -1,4 +1,4 @@
-"""What is known of a value: name, dtype, shape, and content if constant; arithmetic on shapes."""
+"""Values: name, dtype, shape, and content if constant; arithmetic on shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from intarsia.network.text import type_text
 
 
 class TypedValue:
-    """A read-only view of an `onnx_ir.Value`: what shape rules and checks ask of an operand."""
+    """A read-only view of an `onnx_ir.Value` for shape rules and checks."""
 
     __slots__ = ("value",)
 
@@ -45,9 +45,9 @@ class TypedValue:
     @property
     def shape(self) -> Shape:
         shape = self.value.shape
-        known = known_dims.get(id(shape))
-        if known is not None:
-            return known
+        dims = known_dims.get(id(shape))
+        if dims is not None:
+            return dims
         if shape is None:
             raise NetworkError(f"tensor {self.name} has no shape")
         return tuple(d if isinstance(d, int) else d.value for d in shape)
@@ -58,25 +58,25 @@ class TypedValue:
 
     @property
     def constant(self) -> np.ndarray[Any, Any] | None:
-        """The content, where it is known when the network is made."""
+        """The content, if it is constant."""
         content = self.value.const_value
         return None if content is None else content.numpy()
 
 
-# Sizes and shapes of values, some of them symbols or unknown, and arithmetic on them.
+# Sizes and shapes of values; some sizes are symbols or unknown.
 
 Dim = int | str | None  # a size, a symbol such as "s0" or "2*s0", or unknown
 Shape = tuple[Dim, ...]
 OPSET = 23
 MICROSOFT = "com.microsoft"
 
-# Equal shapes are one frozen object; its dimensions as plain values are found by identity.
+# Equal shapes share one frozen object, whose dimensions are looked up by its identity.
 _shapes: dict[Shape, ir.Shape] = {}
 known_dims: dict[int, Shape] = {}
 
 
 def raw_shape(dims: Shape) -> ir.Shape:
-    """The shared, frozen `onnx_ir` shape of these sizes."""
+    """The shared, frozen `onnx_ir` shape with these sizes."""
     shape = _shapes.get(dims)
     if shape is None:
         dims = tuple(dim if dim is None or isinstance(dim, str) else int(dim) for dim in dims)
@@ -86,7 +86,7 @@ def raw_shape(dims: Shape) -> ir.Shape:
 
 
 def ir_version(graph: ir.Graph) -> int:
-    """The least version of ONNX's file format that knows the opsets a graph uses."""
+    """The lowest version of ONNX's file format for the opsets of a graph."""
     opsets = [helper.make_opsetid(domain, number) for domain, number in graph.opset_imports.items()]
     return int(helper.find_min_ir_version_for(opsets, ignore_unknown=True))
 
@@ -114,14 +114,14 @@ def _broadcast_dim(dims: tuple[Dim, ...]) -> Dim:
         elif isinstance(dim, int) and isinstance(result, int):
             raise NetworkError(f"sizes {result} and {dim} do not broadcast")
         elif isinstance(dim, int):
-            result = dim  # the symbol can only be 1 or this size
+            result = dim  # the symbol can only be 1 or equal to this size
         elif not isinstance(result, int):
             result = None
     return result
 
 
 def product(dims: Sequence[Dim]) -> Dim:
-    """The product of sizes, where all are known, one is 0, or only one is not 1.
+    """The product of sizes: if all are integers, one is 0, or only one is not 1.
 
     >>> product((2, 3)), product((1, "n")), product((2, "n"))
     (6, 'n', None)

@@ -1,4 +1,4 @@
-"""What every network must hold, whoever made it."""
+"""What must hold for every network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from intarsia.network.value import Dim, Shape, TypedValue
 
 
 def verify(graph: ir.Graph) -> None:
-    """Raise NetworkError at the first thing wrong: order, ownership, uses, names, arity and types."""
+    """Raise NetworkError at the first violation: order, ownership, uses, names, arity or types."""
     verify_links(graph)
     _verify_names(graph)
     for node in graph:
@@ -20,13 +20,13 @@ def verify(graph: ir.Graph) -> None:
 
 
 def verify_links(graph: ir.Graph) -> None:
-    """Every layer reads what is made before it, tensors know their readers, outputs are made here."""
+    """Check that layers read only earlier values, that uses match inputs, and that outputs are made here."""
     reads: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
     _verify_order(graph, set(), reads)
     for value, readers in reads.items():
         uses = value.uses()
         if len(uses) == 1 and [*uses] == readers:
-            continue  # as most are
+            continue  # the common case
         if missed := set(readers).difference(uses):
             reader = next(use for use in readers if use in missed)[0]
             raise NetworkError(f"{value.name} does not know that layer {reader.name} reads it")
@@ -38,28 +38,28 @@ def verify_links(graph: ir.Graph) -> None:
 def _verify_order(
     graph: ir.Graph, outside: set[ir.Value], reads: dict[ir.Value, list[tuple[ir.Node, int]]]
 ) -> None:
-    """Note who reads what, in the bodies of layers too; `outside` is what a body may read around it."""
-    known = {*outside, *graph.inputs, *graph.initializers.values()}
-    reads.update((value, []) for value in known if value not in reads)
+    """Collect who reads what, also in bodies; `outside` are the values around a body, which it may read."""
+    defined = {*outside, *graph.inputs, *graph.initializers.values()}
+    reads.update((value, []) for value in defined if value not in reads)
     for node in graph:
         for index, value in enumerate(node.inputs):
             if value is None:
                 continue
-            if value not in known:
+            if value not in defined:
                 raise NetworkError(f"layer {node.name} reads {value.name} before it is made")
             reads[value].append((node, index))
         for body in bodies_of(node):
-            _verify_order(body, known, reads)
+            _verify_order(body, defined, reads)
         for value in node.outputs:
-            known.add(value)
+            defined.add(value)
             reads[value] = []
     for value in graph.outputs:
-        if value not in known:
+        if value not in defined:
             raise NetworkError(f"output {value.name} is made by no layer of the network")
 
 
 def _verify_names(graph: ir.Graph) -> None:
-    """Every tensor has a name of its own, a dtype and a shape."""
+    """Check that every tensor has a unique name, a dtype and a shape."""
     names: set[str] = set()
     makers = [("the network", {**dict.fromkeys(graph.inputs), **dict.fromkeys(graph.initializers.values())})]
     makers += [(node.name or "a layer without a name", dict.fromkeys(node.outputs)) for node in graph]
@@ -80,7 +80,7 @@ def _verify_names(graph: ir.Graph) -> None:
 
 
 def verify_layer(node: ir.Node) -> None:
-    """Arity as the operator has it; dtype and shape of the outputs as its rule infers them."""
+    """Check the arity of a layer, and the dtypes and shapes of its outputs, by the operator's definition."""
     inputs = [None if value is None else TypedValue(value) for value in node.inputs]
     schema = schema_of(node.domain, node.op_type)
     if schema is not None and (why := schema.misfit(node.op_type, inputs)):
@@ -98,7 +98,7 @@ def verify_layer(node: ir.Node) -> None:
 
 
 def shape_clash(a: Shape, b: Shape) -> str | None:
-    """Why two shapes cannot be of one tensor; None if they can. Unknown sizes agree with any."""
+    """Why two shapes cannot belong to one tensor; None if they can. Unknown sizes agree with all."""
     if len(a) != len(b):
         return f"{len(a)} dimensions against {len(b)}"
     for x, y in zip(a, b, strict=True):
@@ -108,7 +108,7 @@ def shape_clash(a: Shape, b: Shape) -> str | None:
 
 
 def merged(a: Shape, b: Shape) -> Shape:
-    """What is known of a tensor that has both shapes: sizes before symbols before nothing."""
+    """The shape of a tensor that has both shapes: integers before symbols, symbols before unknown sizes."""
 
     def better(x: Dim, y: Dim) -> Dim:
         if isinstance(x, int) or y is None:

@@ -1,4 +1,4 @@
-"""Blocks worth an engine: too small ones go back, too heavy ones are split."""
+"""Which blocks are worth an engine: small ones go back to PyTorch, heavy ones are split."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from intarsia.graph.nodes import bodies_of, is_control_flow, is_view
 from intarsia.graph.sizes import bytes_of, size_hint
 
 MIN_WORK = 6.0
-"""What entering an engine costs, in units of work; see `work`."""
+"""The cost of entering an engine, in units of work; see `work`."""
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "quantized_linear", "einsum")
+_LINEAR = ("linear", "quantized_linear", "integer_linear")
+_CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "matmul", *_LINEAR, "einsum")
 
 
 def work(node: fx.Node) -> float:
-    """How much there is to win by running `node` on an engine, in units of about one small eager op.
+    """The work of a node that an engine can save, in units of about one small eager op.
 
-    A view is nothing. Any other op is one, plus one for every megabyte it writes; a contraction (a matrix
-    product, a convolution, attention, a recurrent layer) is three more, plus one for every megaflop. Control
-    flow is one turn of each of its bodies.
+    A view has none. Any other op has 1 unit, plus 1 for every megabyte that it writes. A contraction (a
+    matrix product, a convolution, attention, a recurrent layer) has 3 more, plus 1 for every megaflop.
+    Control flow has the work of each of its bodies, once.
     """
     if is_view(node):
         return 0.0
@@ -40,9 +41,9 @@ def work(node: fx.Node) -> float:
 
 
 def too_small(nodes: Sequence[fx.Node], min_block_size: int | None) -> str | None:
-    """Why these nodes do not make a block worth an engine, or None where they do.
+    """Why a block of these nodes is not worth an engine; None if it is.
 
-    A block with a node that `run_on` asked for is always worth it: the user's word comes first.
+    A block with a node that `run_on` names always is, since the user asked for it.
     """
     if any(wanted_engine(node) is not None for node in nodes):
         return None
@@ -57,23 +58,23 @@ def too_small(nodes: Sequence[fx.Node], min_block_size: int | None) -> str | Non
     return f"{block}; an engine is used from {MIN_WORK:g}"
 
 
-IS_WEIGHT = "intarsia_is_weight"  # set in `meta` of an input of a body that is given a weight
+IS_WEIGHT = "intarsia_is_weight"  # set in `meta` of an input of a body that takes a weight
 
 
 def weights_of(node: fx.Node) -> dict[fx.Node, int]:
-    """The constants a node reads, directly or through views, and the bytes of each."""
-    held: dict[fx.Node, int] = {}
+    """The constants that a node reads, directly or through views, with the bytes of each."""
+    sizes: dict[fx.Node, int] = {}
     for value in node.all_input_nodes:
         base = value
         while is_view(base):
             base = base.all_input_nodes[0]
         if base.op == "get_attr" or base.meta.get(IS_WEIGHT):
-            held[base] = bytes_of(constant_of(base))
-    return held
+            sizes[base] = bytes_of(_constant(base))
+    return sizes
 
 
-def constant_of(node: fx.Node) -> object:
-    """What a `get_attr` node holds."""
+def _constant(node: fx.Node) -> object:
+    """The value of a `get_attr` node or a weight."""
     if "val" in node.meta:
         return node.meta["val"]
     owner = node.graph.owning_module
@@ -81,64 +82,59 @@ def constant_of(node: fx.Node) -> object:
 
 
 def split_by_weight(units: Iterable[Sequence[fx.Node]], budget: int) -> list[list[Sequence[fx.Node]]]:
-    """Consecutive parts of a block, each with at most `budget` bytes of weights where one unit allows."""
+    """Consecutive parts of a block, each with at most `budget` bytes of weights unless one unit has more."""
     parts: list[list[Sequence[fx.Node]]] = []
-    held: dict[fx.Node, int] = {}
+    weights: dict[fx.Node, int] = {}
     for unit in units:
         own: dict[fx.Node, int] = {}
         for node in unit:
             own.update(weights_of(node))
-        if not parts or (own and sum((held | own).values()) > budget):
+        if not parts or (own and sum((weights | own).values()) > budget):
             parts.append([])
-            held = {}
-        held |= own
+            weights = {}
+        weights |= own
         parts[-1].append(unit)
     return parts
 
 
 def too_heavy(unit: Sequence[fx.Node], engine: str, budgets: Mapping[str, int]) -> str | None:
-    """Why a unit alone breaks the budget of `engine`, or None."""
+    """Why one unit alone exceeds the budget of `engine`; None if it does not."""
     budget = budgets.get(engine)
     if budget is None:
         return None
-    held: dict[fx.Node, int] = {}
+    weights: dict[fx.Node, int] = {}
     for node in unit:
-        held.update(weights_of(node))
-    total = sum(held.values())
+        weights.update(weights_of(node))
+    total = sum(weights.values())
     return f"its weights take {total} bytes, and memory_budget is {budget}" if total > budget else None
 
 
 def _flops(node: fx.Node, name: str) -> float:
-    """Two per multiply-add: results times the length of the sum of each; 0 if it is unknown."""
+    """Two for each multiply-add: the number of results times the length of their sums. 0 if it is unknown."""
     values = [argument.meta.get("val") for argument in node.all_input_nodes]
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim() >= 2]
     value = node.meta.get("val")
     value = value[0] if isinstance(value, (list, tuple)) and value else value
     if len(tensors) < 2 or not isinstance(value, torch.Tensor) or name == "einsum":
         return 0.0
-    if name in _RECURRENT:  # every step of every sequence meets all weights
+    if name in _RECURRENT:  # every step of every sequence is multiplied by all weights
         steps = prod(size_hint(size) for size in tensors[0].shape[:-1])
-        weights = [node.meta.get("val") for node in _given(node.args[2])]
+        operands = node.args[2] if isinstance(node.args[2], list | tuple) else ()
+        weights = [operand.meta.get("val") for operand in operands if isinstance(operand, fx.Node)]
         return 2.0 * steps * sum(w.numel() for w in weights if isinstance(w, torch.Tensor))
     results = prod(size_hint(size) for size in value.shape)
     if name.startswith("conv"):
         transposed = "transpose" in name or (name == "convolution" and node.args[6] is True)
-        if transposed:  # every element of the input, not of the result, meets the whole kernel
+        if transposed:  # every element of the input, not of the result, is multiplied by the whole kernel
             results = prod(size_hint(size) for size in tensors[0].shape)
         depth = prod(size_hint(size) for size in tensors[1].shape[1:])
     elif "attention" in name:
         depth = 2 * size_hint(tensors[1].shape[-2])
-    elif name in ("linear", "quantized_linear"):
+    elif name in _LINEAR:
         depth = size_hint(tensors[0].shape[-1])
     else:
         depth = size_hint(tensors[-1].shape[-2])
     return 2.0 * results * depth
-
-
-def _given(argument: object) -> list[fx.Node]:
-    return (
-        [item for item in argument if isinstance(item, fx.Node)] if isinstance(argument, list | tuple) else []
-    )
 
 
 def _name(node: fx.Node) -> str:

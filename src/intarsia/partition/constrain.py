@@ -1,4 +1,4 @@
-"""The user's choices as refusals with reasons, and chains of nodes that stay together."""
+"""The user's options as refusals in the support table, and groups of nodes that are not cut apart."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from intarsia.partition.names import module_matcher, op_matcher
 from intarsia.partition.options import Atomic, PartitionOptions
 from intarsia.partition.table import PYTORCH, SupportTable
 
-# The user's choices, written into the support table as refusals with reasons.
-
 
 def constrain(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions) -> SupportTable:
-    """A table in the order of `backend_priority` that also refuses what the user does not want.
+    """A table in the order of `backend_priority` that also refuses what the user's options exclude.
 
-    Those are ops and modules kept in PyTorch, what `backend_support_map` does not give to an engine, and
-    engines other than the one `run_on` asks for. Constraining twice changes nothing. What an engine may not
-    run inside a body keeps the whole of the control flow off that engine.
+    These are operators and modules that stay in PyTorch, operators that `backend_support_map` does not give
+    to an engine, and engines other than the one that `run_on` names. A refusal inside a body refuses the
+    whole control flow. Constraining a table twice changes nothing.
     """
     table = _prioritise(gm, table, options)
     refused: dict[fx.Node, dict[str, str]] = {}
@@ -54,7 +52,7 @@ def constrain(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions
 def _reasons_within(
     body: fx.GraphModule, engines: Sequence[str], options: PartitionOptions
 ) -> dict[str, str]:
-    """Why engines may not run a body as it is."""
+    """Why engines may not run a body."""
     reasons = {e: "memory_budget holds in bodies" for e in engines if e in options.memory_budget}
     inner = constrain(body, SupportTable((*engines, PYTORCH)), replace(options, backend_priority=None))
     for refusals in inner.refusals.values():
@@ -63,7 +61,7 @@ def _reasons_within(
 
 
 def _prioritise(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions) -> SupportTable:
-    """A table over `backend_priority`, where each engine takes only what `backend_support_map` gives it."""
+    """A table in the order of `backend_priority`, restricted by `backend_support_map`."""
     engines = tuple(options.backend_priority or table.engines)
     unknown = [engine for engine in engines if engine not in table.engines]
     if unknown:
@@ -83,11 +81,8 @@ def _prioritise(gm: fx.GraphModule, table: SupportTable, options: PartitionOptio
     return table.with_refusals(refused)
 
 
-# Atomic patterns: nodes that are never cut apart.
-
-
 def find_groups(gm: fx.GraphModule, patterns: Sequence[Atomic]) -> list[list[fx.Node]]:
-    """The groups of nodes the patterns match, in graph order; groups that share a node are one group."""
+    """The groups of nodes that the patterns match, in graph order. Groups that share a node are joined."""
     chains: list[Sequence[fx.Node]] = []
     for pattern in patterns:
         if callable(pattern):
@@ -102,7 +97,7 @@ def find_groups(gm: fx.GraphModule, patterns: Sequence[Atomic]) -> list[list[fx.
 
 
 def unmatched_chains(gm: fx.GraphModule, options: PartitionOptions) -> list[str]:
-    """A note for each chain of `atomic` that is nowhere in the graph."""
+    """A note for each chain of `atomic` that occurs nowhere in the graph."""
     bodies = [body for body in gm.modules() if isinstance(body, fx.GraphModule)]
     return [
         f"atomic={pattern!r} matches nothing: the operators are nowhere in a row, each read by the next alone"
@@ -125,7 +120,7 @@ def agree(table: SupportTable, groups: Sequence[Sequence[fx.Node]]) -> SupportTa
 
 
 def _chains(graph: fx.Graph, ops: Sequence[Callable[[fx.Node], bool]]) -> list[Sequence[fx.Node]]:
-    """Chains in which only the next node reads each node: nothing can come between."""
+    """Matches in which each node has no reader but the next one, so that nothing can come between them."""
     taken: set[fx.Node] = set()
     chains: list[Sequence[fx.Node]] = []
     for start in graph.nodes:

@@ -19,15 +19,15 @@ from intarsia.lower.lowered import replaced_by
 from intarsia.partition.options import PartitionOptions
 
 _EXAMPLE = "write e.g. 'relu', 'aten::add', 'aten::add.Tensor' or torch.ops.aten.add"
-# One entry for every target and kind of arguments; the value is the name it lowers to.
+# The name an operator lowers to, by its target and the kinds of its arguments.
 _lowered: dict[tuple[Any, ...], str | None] = {}
 
 
 def op_matcher(name: object) -> Callable[[fx.Node], bool]:
-    """A test for nodes that `name` means; see `partition.options.OpName` for what a name may be.
+    """A test for the nodes that `name` means; see `partition.options.OpName` for what a name may be.
 
-    A packet, or a string without an overload, means all overloads. A node also answers to the operator it
-    was decomposed from, and to the one it lowers to where that is a single one (`conv2d`: `convolution`).
+    A packet, or a string without an overload, means all overloads. A node also has the name of the operator
+    it was decomposed from, and of the operator it lowers to if there is only one (`conv2d`: `convolution`).
     """
     if isinstance(name, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _string_matcher(str(name))
@@ -48,7 +48,7 @@ def _string_matcher(name: str) -> Callable[[fx.Node], bool]:
 
 
 def name_matcher(name: str) -> Callable[[str], bool]:
-    """A test for full names of operators that `name` means."""
+    """A test for the full names of operators that `name` means."""
     plain = name.removeprefix("torch.ops.").replace("::", ".")
     if any(sign in plain for sign in "*?["):
         return lambda full: fnmatchcase(full, plain) or fnmatchcase(".".join(full.split(".")[:2]), plain)
@@ -66,13 +66,13 @@ def _means(plain: str, parts: list[str], full: str) -> bool:
 
 
 def op_names(node: fx.Node) -> list[str]:
-    """The full names a node answers to: its own, those it came from, the one it lowers to."""
+    """The full names of a node: its own, those of the operators it came from, and of the one it lowers to."""
     lowered = _lowered_name(node)
     return [op_name(node), *_origins(node), *([] if lowered is None else [lowered])]
 
 
 def _origins(node: fx.Node) -> list[str]:
-    """The operators that decomposition and export made the node of."""
+    """The operators that a node was decomposed or exported from."""
     names: dict[str, None] = {}
     waiting = list(node.meta.get("from_node", ()))
     while waiting:
@@ -98,7 +98,7 @@ def _lowered_name(node: fx.Node) -> str | None:
 
 
 class DispatchedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the operators that are dispatched while it is entered."""
+    """Records the operators that are dispatched while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,26 +110,26 @@ class DispatchedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _dispatched(node: fx.Node) -> list[torch._ops.OpOverload]:
-    """The operators PyTorch runs for a node, found on tensors without memory."""
+    """The operators that PyTorch runs for a node, recorded on meta tensors."""
 
     def stand_in(value: fx.Node) -> Any:
-        held = value.meta.get("val")
-        if isinstance(held, torch.Tensor):
-            return torch.empty([size_hint(n) for n in held.shape], dtype=held.dtype, device="meta")
-        return size_hint(held) if isinstance(held, torch.SymInt) else held
+        meta = value.meta.get("val")
+        if isinstance(meta, torch.Tensor):
+            return torch.empty([size_hint(n) for n in meta.shape], dtype=meta.dtype, device="meta")
+        return size_hint(meta) if isinstance(meta, torch.SymInt) else meta
 
     record = DispatchedOps()
     try:
         args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)
         with record, torch.no_grad():
             node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # an operator that cannot run on meta tensors answers to its own name alone
+    except Exception:  # an operator without a meta kernel has no name but its own
         return []
     return record.ops
 
 
 def module_matcher(name: type | str) -> Callable[[fx.Node], str | None]:
-    """A function that gives the path of the module by which `name` means a node, or None."""
+    """A function that returns the path of the module by which `name` means a node, or None."""
     if not isinstance(name, (str, type)):
         raise PartitionError(f"torch_executed_modules holds {name!r}; name a class, a path or a glob")
 
@@ -147,7 +147,7 @@ def module_matcher(name: type | str) -> Callable[[fx.Node], str | None]:
 
 
 def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable[str]) -> None:
-    """Raise `PartitionError` for a name in `options` that means nothing in the graph or its bodies."""
+    """Raise `PartitionError` for a name in `options` that matches nothing in the graph or its bodies."""
     nodes = _nodes_of([gm])
     check_engine_names(options, engines)
     check_op_names([gm], options)
@@ -163,7 +163,7 @@ def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable
 
 
 def check_engine_names(options: PartitionOptions, engines: Iterable[str]) -> None:
-    """Raise `PartitionError` for an engine in `options` that is not among those in use."""
+    """Raise `PartitionError` for an engine in `options` that is not in use."""
     known = list(engines)
     for option in ("backend_priority", "backend_support_map", "memory_budget"):
         for engine in getattr(options, option) or ():
@@ -176,7 +176,7 @@ def check_op_names(
     options: PartitionOptions,
     others: Callable[[], Iterable[str]] = lambda: (),
 ) -> None:
-    """Raise `PartitionError` for an operator in `options` that is none of the graphs' nor of the `others`."""
+    """Raise `PartitionError` for an operator in `options` that is neither in the graphs nor in `others`."""
     nodes = _nodes_of(graphs)
     missing = [
         (option, name) for option, name in _ops_named(options) if not any(map(op_matcher(name), nodes))
@@ -184,7 +184,7 @@ def check_op_names(
     besides = set(others()) if missing else set()
     for option, name in missing:
         if option == "backend_support_map" and is_operator(name):
-            continue  # it says what an engine may be given, of any model
+            continue  # the map says what an engine may take of any model
         plain = name if isinstance(name, str) else str(getattr(name, "__name__", name))
         if isinstance(name, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             plain = str(name)
@@ -196,7 +196,7 @@ def check_op_names(
 
 
 def is_operator(name: Any) -> bool:
-    """Whether torch has an operator of this name, or a package that is imported has.
+    """Whether torch, or an imported package that extends it, has an operator of this name.
 
     >>> is_operator("aten::conv2d"), is_operator("relu"), is_operator("aten::conv2"), is_operator("*")
     (True, True, False, True)
@@ -214,7 +214,7 @@ def is_operator(name: Any) -> bool:
 
 
 def _nodes_of(graphs: Iterable[fx.GraphModule]) -> list[fx.Node]:
-    """The nodes of graphs and of the bodies of control flow inside them."""
+    """The nodes of graphs and of the bodies in them."""
     bodies = [body for gm in graphs for body in gm.modules() if isinstance(body, fx.GraphModule)]
     return [node for body in bodies for node in compute_nodes(body.graph)]
 

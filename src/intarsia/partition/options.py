@@ -80,14 +80,14 @@ class PartitionOptions:
                 raise PartitionError(f"memory_budget of {engine} is {budget!r} bytes; it must be at least 1")
 
     def among(self, engines: Sequence[str]) -> PartitionOptions:
-        """The same where only some of the engines are there."""
+        """The same options with `backend_priority` restricted to these engines."""
         if self.backend_priority is None:
             return self
         return replace(self, backend_priority=[name for name in self.backend_priority if name in engines])
 
 
 def _names(option: str, source: Any) -> tuple[Any, ...]:
-    """A list of names, read once: an iterator gives its items to the first who asks."""
+    """The names as a tuple, since an iterator can be read only once."""
     if isinstance(source, str) or not isinstance(source, Iterable):
         example = [source] if isinstance(source, str) else ["aten::relu"]
         raise PartitionError(f"{option}={source!r} is not a list of names; give e.g. {example!r}")

@@ -1,8 +1,7 @@
-"""Scheduling units of several colours into the fewest runs of one colour: the heart of partitioning.
+"""Scheduling units of several colours into the fewest runs of one colour.
 
-Everything here is about plain integers. Unit `v` has colour `colours[v]` and must come after the units
-`before[v]`, all smaller than `v`. A schedule gives every unit the number of the run it is in. A colour
-below zero marks a unit that shares its run with no other.
+Everything here is plain integers. Unit `v` has colour `colours[v]` and must come after the units `before[v]`,
+all smaller than `v`. A schedule is a list of runs. A unit with a negative colour has a run of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """Units in topological order: the colour of each, and which units come before it."""
+    """Units in topological order: the colour of each, and the units that come before it."""
 
     colours: Sequence[int]
     before: Sequence[Sequence[int]]
@@ -27,7 +26,7 @@ Runs = list[list[int]]
 
 
 def in_order(problem: Problem) -> Runs:
-    """Walk the units in order; a new run starts wherever the colour changes."""
+    """The units in order; a new run starts where the colour changes."""
     runs: Runs = []
     last = None
     for unit, colour in enumerate(problem.colours):
@@ -39,13 +38,13 @@ def in_order(problem: Problem) -> Runs:
 
 
 def first_fit(problem: Problem) -> Runs:
-    """Keep one run of every colour open; close a run when a unit of another colour needs something in it.
+    """One run of every colour is open. It is closed when a unit of another colour needs one of its units.
 
-    Open runs never need each other, so closed runs, in the order they closed, are a valid order.
+    Open runs never need each other, so the runs in the order in which they are closed are a valid schedule.
     """
     closed: Runs = []
     open_runs: dict[int, list[int]] = {}
-    open_in: dict[int, int] = {}  # unit -> colour of the open run that holds it
+    open_in: dict[int, int] = {}  # unit -> colour of its open run
     for unit, colour in enumerate(problem.colours):
         for earlier in problem.before[unit]:
             holder = open_in.get(earlier)
@@ -65,20 +64,19 @@ def first_fit(problem: Problem) -> Runs:
 
 
 def alternate(problem: Problem) -> Runs:
-    """Two colours: the fewest runs there can be, in linear time.
+    """The fewest runs for two colours, in linear time.
 
-    Runs of a two-coloured order alternate, so an order is a start colour and a run number for every unit.
-    A unit's number is at least that of every unit before it, one more where the colours differ, and has
-    the parity of its colour; taking the least such number for every unit fills each run as far as it
-    can be filled. No order from that start has fewer runs, because the numbers are lower bounds for all of
-    them; and there are only two starts.
+    The runs of two colours alternate, so a schedule is a first colour and a number for every unit. The number
+    of a unit is at least that of every unit before it, one more if the colours differ, and its parity is that
+    of its colour. Taking the least such number for every unit gives a schedule. With the same first colour,
+    no schedule has fewer runs, because each number is a lower bound; and there are only two first colours.
     """
     kinds = list(dict.fromkeys(problem.colours))
     return min((_levels(problem, start) for start in kinds), key=len, default=[])
 
 
 def fewest(problem: Problem) -> Runs:
-    """The fewest runs found: exact for up to two colours, a heuristic, never above `first_fit`, for more."""
+    """The fewest runs: exact for up to two colours; for more, a heuristic that is never above `first_fit`."""
     colours = set(problem.colours)
     if len(colours) <= 2 and all(colour >= 0 for colour in colours):
         return alternate(problem)
@@ -91,7 +89,7 @@ def fewest(problem: Problem) -> Runs:
 
 
 def merge(problem: Problem, runs: Runs) -> Runs:
-    """Join neighbouring runs of one colour."""
+    """The runs with neighbours of one colour joined."""
     merged: Runs = []
     last = None
     for run in runs:
@@ -141,10 +139,10 @@ def _heights(
 
 
 def _fill(problem: Problem, heights: Sequence[int], *, weigh_all: bool) -> Runs:
-    """Open the colour that most is waiting for, fill it as far as it goes, and again.
+    """Take the colour with the most work behind it, fill its run as far as it goes, and repeat.
 
-    `weigh_all` adds up the heights of everything ready in a colour (many long tails first); otherwise the
-    longest tail alone decides, and the sum breaks ties.
+    With `weigh_all`, that is the largest sum of the heights of its ready units. Otherwise it is the largest
+    height, and the sum breaks ties.
     """
     after = _after(problem)
     missing = [len(earlier) for earlier in problem.before]
@@ -169,7 +167,7 @@ def _fill(problem: Problem, heights: Sequence[int], *, weigh_all: bool) -> Runs:
         colour = max(ready, key=rank)
         run = ready.pop(colour)
         total.pop(colour), longest.pop(colour)
-        for unit in run:  # grows while it is walked
+        for unit in run:  # the loop appends to it
             for later in after[unit]:
                 missing[later] -= 1
                 if missing[later]:
@@ -184,7 +182,7 @@ def _fill(problem: Problem, heights: Sequence[int], *, weigh_all: bool) -> Runs:
 
 
 def _backwards(problem: Problem) -> Runs:
-    """The same fill from the end: the graph turned round, and the runs turned back."""
+    """The runs of `_fill` on the reversed graph, reversed."""
     last = len(problem) - 1
     after = _after(problem)
     turned = Problem(
@@ -197,7 +195,7 @@ def _backwards(problem: Problem) -> Runs:
 
 
 def _tighten(problem: Problem, runs: Runs, *, effort: int = 400_000) -> Runs:
-    """Leave out any run the others can absorb, as far as `effort` unit visits allow."""
+    """Leave out every run that the others can absorb, for at most `effort` unit visits."""
     sequence = [problem.colours[run[0]] for run in runs]
     tries = effort // max(1, len(problem))
     place = 0
@@ -214,7 +212,7 @@ def _tighten(problem: Problem, runs: Runs, *, effort: int = 400_000) -> Runs:
 
 
 def _fit(problem: Problem, sequence: Sequence[int]) -> Runs | None:
-    """Every unit into the first run of its colour that may hold it, or None if the sequence is too short."""
+    """Each unit in the first run of its colour that may hold it; None if the sequence is too short."""
     places: dict[int, list[int]] = {}
     for place, colour in enumerate(sequence):
         places.setdefault(colour, []).append(place)

@@ -1,4 +1,4 @@
-"""Strategies by name, each of which turns a graph and a support table into a plan; and what they share."""
+"""The strategies, which turn a graph and a support table into a plan, and the steps they share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Strategy: TypeAlias = Callable[[fx.GraphModule, SupportTable, PartitionOptions],
 
 
 def greedy(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | None = None) -> Plan:
-    """One segment for every run of neighbours, in graph order, that go to the same engine.
+    """One segment for each sequence of nodes, in graph order, that go to the same engine.
 
-    Simple, predictable, and often far from the fewest segments; `dependency` reorders nodes to do better.
+    This is predictable, but often far from the fewest segments. `dependency` reorders nodes to have fewer.
 
     Example:
         >>> import torch
@@ -39,10 +39,10 @@ def greedy(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | 
 
 
 def dependency(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | None = None) -> Plan:
-    """Each node to its first engine, reordered as far as dependencies allow so that segments are few.
+    """Each node goes to its first engine; nodes are reordered so that there are few segments.
 
-    For two engines the count is the least possible; for more it is never above what keeping one segment
-    of every engine open in one pass gives.
+    For two engines the number of segments is minimal. For more, it is at most that of one pass that keeps one
+    segment of every engine open.
 
     Example:
         >>> import torch
@@ -56,10 +56,10 @@ def dependency(gm: fx.GraphModule, table: SupportTable, options: PartitionOption
 
 
 def hierarchical(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | None = None) -> Plan:
-    """Every node to the engine of highest priority that takes it.
+    """Each node goes to the engine of highest priority that takes it.
 
-    The priority is the table's, or `options.backend_priority`; `options.backend_support_map` narrows what
-    each engine is given, by op name. A block too small for one engine is offered to the next.
+    The priority is that of the table or of `options.backend_priority`. `options.backend_support_map` limits
+    each engine to some operators. A block that is too small for one engine goes to the next.
 
     Example:
         >>> import torch
@@ -102,7 +102,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True)
 class Part:
-    """A segment in the making."""
+    """A segment before its recomputed nodes and reasons are added."""
 
     engine: str
     nodes: Sequence[fx.Node]
@@ -112,7 +112,7 @@ class Part:
 def assemble(
     gm: fx.GraphModule, table: SupportTable, options: PartitionOptions, order: Order, strategy: str
 ) -> Plan:
-    """Constrain the table, order the units, send small blocks back, split heavy ones, and write the plan."""
+    """The plan of a strategy: constrain the table, order the units, move small blocks, split heavy ones."""
     table = constrain(gm, table, options)
     groups = find_groups(gm, options.atomic)
     table = agree(table, groups)
@@ -128,9 +128,9 @@ def assemble(
 
 
 def require_full(segments: Sequence[Segment]) -> None:
-    """Raise one error that lists every node left to PyTorch, unless there is none.
+    """Raise an error that lists every node in PyTorch, if there is one.
 
-    Control flow is not counted: PyTorch runs the branch, and the bodies are compiled for themselves.
+    Control flow does not count: PyTorch runs it, and its bodies are compiled on their own.
     """
     lines = []
     for segment in segments:
@@ -165,7 +165,7 @@ def _within_budget(units: Units, table: SupportTable, options: PartitionOptions)
 def _worthwhile(
     units: Units, table: SupportTable, options: PartitionOptions, order: Order
 ) -> tuple[Runs, SupportTable]:
-    """Order the units; while a block is too small for its engine, refuse it there and order again."""
+    """The runs in order, and the table with a refusal for each block that is too small for its engine."""
     least = 1 if options.require_full_compilation else options.min_block_size
     for _ in range(_ROUNDS):
         runs = order(units.problem(table))
@@ -174,7 +174,7 @@ def _worthwhile(
             return runs, table
         refused = {n: {table.choice(n): why} for run, why in small for u in run for n in units.nodes[u]}
         table = table.with_refusals(refused)
-    # Reordering again and again need not settle; sending blocks straight to PyTorch and joining does.
+    # Further rounds may never settle. Sending the rest to PyTorch, and joining neighbours, always does.
     small = _small(units, runs, table, least)
     everywhere = [engine for engine in table.engines if engine != PYTORCH]
     refused = {n: dict.fromkeys(everywhere, why) for run, why in small for u in run for n in units.nodes[u]}
@@ -194,7 +194,7 @@ def _small(units: Units, runs: Runs, table: SupportTable, least: int | None) -> 
 
 
 def _parts(units: Units, runs: Runs, table: SupportTable, options: PartitionOptions) -> list[Part]:
-    """The runs as parts, each split where its weights exceed the engine's budget."""
+    """The runs as parts, split where their weights exceed the engine's budget."""
     parts: list[Part] = []
     for run in runs:
         members = [units.nodes[unit] for unit in run]
@@ -211,7 +211,7 @@ def _parts(units: Units, runs: Runs, table: SupportTable, options: PartitionOpti
 def write_segments(
     graph: fx.Graph, units: Units, parts: Sequence[Part], table: SupportTable, *, full: bool = False
 ) -> list[Segment]:
-    """The parts as segments: recomputed nodes placed, nodes in graph order, reasons attached.
+    """The parts as segments, with their recomputed nodes and reasons, and nodes in graph order.
 
     Recomputed nodes that no part reads run in PyTorch or, with `full`, on the first engine.
     """
@@ -232,7 +232,7 @@ def write_segments(
 def _place_recomputed(
     graph: fx.Graph, units: Units, parts: Sequence[Part], otherwise: str
 ) -> tuple[list[Part], dict[int, list[fx.Node]]]:
-    """Give every recomputed node a home among its readers, or on `otherwise`; the others recompute it."""
+    """Put every recomputed node into the first part that reads it; the other readers recompute it."""
     if not units.recomputed:
         return list(parts), {}
     home = {node: number for number, part in enumerate(parts) for node in part.nodes}

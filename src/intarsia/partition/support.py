@@ -1,9 +1,10 @@
-"""Who can run what: every node asked of every engine, by conversion and by the engine itself."""
+"""The support table: every engine is asked about every node, by conversion and by a probe of the layers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from intarsia.engines.time_limit import OutOfTime, within
 from intarsia.graph.nodes import is_compute, is_control_flow
 from intarsia.network import Network
 from intarsia.partition.table import PYTORCH, SupportTable
+from intarsia.quantized import INTEGER_LINEAR
 
-# What an engine said of a signature; it depends on nothing else but the converters' version.
+# The answers of engines by signature. They depend on nothing else but the registered converters.
 _Question = tuple[str, int, Signature]
 _answers: dict[_Question, str | None] = {}
 
@@ -27,9 +29,10 @@ _ROUNDS = frozenset(
     {
         *(aten.floor, aten.ceil, aten.round, aten.trunc, aten.fix, aten.frac, aten.fmod, aten.remainder),
         aten.floor_divide,
+        INTEGER_LINEAR.overloadpacket,
     }
 )
-# A quotient on its way to be rounded: it is moved, or stays as exact as it was.
+# Operators that move a quotient to where it is rounded, or compute with it without rounding it.
 _PASS_ON = frozenset(
     {
         *(aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.abs, aten.clamp),
@@ -38,15 +41,15 @@ _PASS_ON = frozenset(
         *(aten.squeeze, aten.unsqueeze, aten.clone, aten.flatten, aten._to_copy, aten.to),
     }
 )
-_STEPS_TO_ROUNDING = 8  # operators between a quotient and what rounds it; torchao has six
+_STEPS_TO_ROUNDING = 8  # operators between a quotient and its rounding; torchao has six
 
 
 def support_table(
     module: fx.GraphModule, engines: Sequence[Engine], limit_s: float | None = None
 ) -> SupportTable:
-    """Ask every engine about every node; the table holds each refusal with its reason.
+    """The refusal of each node by each engine, with its reason.
 
-    An engine that takes longer than `limit_s` seconds to answer is not asked again, and refuses every node.
+    An engine that takes longer than `limit_s` seconds to answer is not asked again and refuses every node.
     """
     constants = {node: constant_of(module, node) for node in module.graph.nodes if node.op == "get_attr"}
     askable = [engine for engine in engines if engine.name != PYTORCH]
@@ -57,8 +60,8 @@ def support_table(
     described = [node for node in nodes if any(_may_take(engine, node) for engine in of_networks)]
     signatures = {node: signature_of(node, constants) for node in described}
     for engine in of_networks:
-        asked_of = {node: known for node, known in signatures.items() if _may_take(engine, node)}
-        _ask_together(engine, asked_of, constants, limit_s, lost)
+        of_engine = {node: signature for node, signature in signatures.items() if _may_take(engine, node)}
+        _ask_together(engine, of_engine, constants, limit_s, lost)
     for node in nodes:
         asked = [engine for engine in askable if engine.name not in lost]
         reasons = _refusals_of(node, signatures.get(node), constants, asked, limit_s, lost)
@@ -76,8 +79,8 @@ def support_table(
 def rounded_quotients(graph: fx.Graph) -> Iterator[fx.Node]:
     """Divisions of floats whose result is rounded to an integer later.
 
-    A quotient that is off by its last bit is then off by one: 41 / 41 by the reciprocal of 41 is less than 1,
-    and its floor is 0. Divisions by powers of two are exact in any way.
+    A quotient whose last bit differs can round to another integer: an engine that multiplies 41 by the
+    reciprocal of 41 gets less than 1, whose floor is 0. Divisions by powers of two are always exact.
     """
     for node in graph.nodes:
         if getattr(node.target, "overloadpacket", None) not in _QUOTIENTS or "rounding_mode" in node.kwargs:
@@ -105,7 +108,7 @@ def _is_rounded(node: fx.Node, steps: int) -> bool:
 
 
 def refused_table(module: fx.GraphModule, engines: Sequence[str], reason: str) -> SupportTable:
-    """The table by which PyTorch, the last of the engines, runs everything, for one reason."""
+    """The table in which PyTorch, the last engine, runs every node for one reason."""
     refused = dict.fromkeys(engines[:-1], reason)
     return SupportTable(tuple(engines), {n: refused for n in module.graph.nodes if is_compute(n)})
 
@@ -118,17 +121,14 @@ def _refusals_of(
     limit_s: float | None,
     lost: dict[str, str],
 ) -> dict[str, str]:
-    """The engines that refuse a node, with reasons; engines that do not return in time go into `lost`."""
+    """The reasons of the engines that refuse a node. Engines that take too long are added to `lost`."""
     reasons: dict[str, str] = {}
     for engine in engines:
         if not _may_take(engine, node):
             reasons[engine.name] = "control flow runs in PyTorch; its bodies run on engines"
             continue
         try:
-            if isinstance(engine, NetworkEngine) and signature is not None:
-                reason = _ask(engine, node, constants, signature, limit_s)
-            else:
-                reason = _ask_graph_engine(engine, node, limit_s)
+            reason = _answer(engine, node, constants, signature, limit_s)
         except OutOfTime as error:
             reason = lost[engine.name] = str(error)
         if reason is not None:
@@ -137,7 +137,7 @@ def _refusals_of(
 
 
 def _may_take(engine: Engine, node: fx.Node) -> bool:
-    """Whether an engine is asked about a node: about control flow, if it takes layers that hold bodies."""
+    """Whether an engine is asked about a node. For control flow, its layers must be able to hold bodies."""
     if not is_control_flow(node):
         return True
     return isinstance(engine, NetworkEngine) and engine.takes_bodies and node.target in registry
@@ -150,10 +150,10 @@ def _ask_together(
     limit_s: float | None,
     lost: dict[str, str],
 ) -> None:
-    """Ask an engine about all nodes that it was not asked about before; who does not come back is `lost`."""
+    """Ask an engine about all new signatures at once. An engine that does not answer in time is `lost`."""
     tried: dict[_Question, Network] = {}
     for node, signature in signatures.items():
-        key = (f"{engine.key()} {engine.version()}", registry.version, signature)
+        key = _question(engine, signature)
         if key in _answers or key in tried or _foreign_device(node, engine) is not None:
             continue
         dry_run = dry_convert(node, constants, signature, engine)
@@ -165,50 +165,50 @@ def _ask_together(
         reasons = within(limit_s, f"{engine.name}.probe", lambda: engine.probe_all(list(tried.values())))
     except OutOfTime as error:
         lost[engine.name] = str(error)
-    except Exception:  # asked about nodes one by one, the faulty node is known
+    except Exception:  # `_answer` asks about the nodes one by one, and reports the one that fails
         return
     else:
         _answers.update(zip(tried, reasons, strict=True))
 
 
-def _ask(
-    engine: NetworkEngine,
+def _answer(
+    engine: Engine,
     node: fx.Node,
     constants: dict[fx.Node, Any],
-    signature: Signature,
+    signature: Signature | None,
     limit_s: float | None,
 ) -> str | None:
+    """Why an engine refuses a node; None if it takes it."""
     device = _foreign_device(node, engine)
     if device is not None:
         return f"it runs on {device}, where {engine.name} does not"
-    key = (f"{engine.key()} {engine.version()}", registry.version, signature)
-    if key not in _answers:
-        tried = dry_convert(node, constants, signature, engine)
-        try:
-            _answers[key] = (
-                tried
-                if isinstance(tried, str)
-                else within(limit_s, f"{engine.name}.probe", lambda: engine.probe(tried))
-            )
-        except OutOfTime:
-            raise
-        except Exception as error:  # not kept: the next time it may go better
-            return f"{engine.name} failed when asked: {type(error).__name__}: {error}"
-    return _answers[key]
-
-
-def _ask_graph_engine(engine: Engine, node: fx.Node, limit_s: float | None) -> str | None:
-    device = _foreign_device(node, engine)
-    if device is not None:
-        return f"it runs on {device}, where {engine.name} does not"
-    if not isinstance(engine, GraphEngine):
+    key: _Question | None = None
+    if isinstance(engine, NetworkEngine) and signature is not None:
+        key = _question(engine, signature)
+        if key in _answers:
+            return _answers[key]
+        net = dry_convert(node, constants, signature, engine)
+        if isinstance(net, str):
+            _answers[key] = net
+            return net
+        method, ask = "probe", partial(engine.probe, net)
+    elif isinstance(engine, GraphEngine):
+        method, ask = "refusal", partial(engine.refusal, node)
+    else:
         return None
     try:
-        return within(limit_s, f"{engine.name}.refusal", lambda: engine.refusal(node))
+        reason = within(limit_s, f"{engine.name}.{method}", ask)
     except OutOfTime:
         raise
-    except Exception as error:
+    except Exception as error:  # not remembered, since the next attempt may succeed
         return f"{engine.name} failed when asked: {type(error).__name__}: {error}"
+    if key is not None:
+        _answers[key] = reason
+    return reason
+
+
+def _question(engine: Engine, signature: Signature) -> _Question:
+    return f"{engine.key()} {engine.version()}", registry.version, signature
 
 
 def _foreign_device(node: fx.Node, engine: Engine) -> str | None:

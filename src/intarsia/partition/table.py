@@ -14,9 +14,9 @@ from intarsia.graph.segment import PYTORCH as PYTORCH
 
 @dataclass(frozen=True, eq=False)
 class SupportTable:
-    """Engines in priority order, and for every refused node the reason, engine by engine.
+    """Engines in priority order, and for every refused node the reason of each engine.
 
-    The last engine is `"pytorch"`, which takes everything.
+    The last engine is `"pytorch"`, which takes every node.
 
     Example:
         >>> table = SupportTable(("onnxruntime", "pytorch"), {})
@@ -40,10 +40,6 @@ class SupportTable:
         """True when `engine` takes `node`."""
         return engine == PYTORCH or engine not in self.refusals.get(node, ())
 
-    def reason(self, node: fx.Node, engine: str) -> str | None:
-        """Why `engine` does not take `node`; None where it does."""
-        return None if engine == PYTORCH else self.refusals.get(node, {}).get(engine)
-
     def choice(self, node: fx.Node) -> str:
         """The first engine, in priority order, that takes `node`."""
         refused = self.refusals.get(node)
@@ -52,7 +48,7 @@ class SupportTable:
         return next(engine for engine in self.engines if engine == PYTORCH or engine not in refused)
 
     def reasons(self, node: fx.Node, engine: str) -> dict[str, str]:
-        """Why the node is on `engine` and on none that comes before it."""
+        """Why the node is not on an engine before `engine`: the reason of each."""
         refused = self.refusals.get(node)
         if not refused:
             return {}
@@ -60,12 +56,12 @@ class SupportTable:
         return {name: refused[name] for name in before if name in refused}
 
     def with_refusals(self, more: Mapping[fx.Node, Mapping[str, str]]) -> SupportTable:
-        """A new table with further refusals. Existing reasons are kept."""
+        """A new table with further refusals. Existing reasons stay."""
         merged = dict(self.refusals)
         for node, reasons in more.items():
             merged[node] = {**reasons, **merged.get(node, {})}
         return replace(self, refusals=merged)
 
     def with_engines(self, engines: tuple[str, ...]) -> SupportTable:
-        """A new table over other engines or another order; reasons are kept."""
+        """A new table over other engines or another order. Existing reasons stay."""
         return replace(self, engines=engines)

@@ -1,4 +1,4 @@
-"""Units: nodes that a segment takes completely or not at all, and the order between units."""
+"""Units: nodes that stay together in one segment, and the order between units."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from intarsia.partition.table import SupportTable
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The graph as the scheduler sees it.
+    """The graph for the scheduler.
 
-    `nodes[v]` are the compute nodes of unit `v` in graph order; `before[v]` the units it depends on, all
-    smaller. `recomputed` are views of graph inputs or weights, and fresh constants: whoever reads
-    them computes them again; they cost nothing and tie nothing together.
+    `nodes[v]` are the compute nodes of unit `v` in graph order; `before[v]` are the units it depends on, all
+    smaller. `recomputed` are views of graph inputs or weights, and fresh constants. Every reader computes
+    them again: they cost nothing and would only connect segments.
     """
 
     nodes: tuple[tuple[fx.Node, ...], ...]
@@ -40,7 +40,7 @@ class Units:
     recomputed: tuple[fx.Node, ...]
 
     def problem(self, table: SupportTable) -> Problem:
-        """The units coloured by the engine each goes to; control flow gets a colour of its own."""
+        """The units, coloured by the engine each goes to. Control flow has a colour of its own."""
         number = {engine: place for place, engine in enumerate(table.engines)}
         colours = []
         for unit, members in enumerate(self.nodes):
@@ -52,17 +52,17 @@ class Units:
 def find_recomputable(
     graph: fx.Graph, table: SupportTable, grouped: Container[fx.Node] = ()
 ) -> dict[fx.Node, None]:
-    """Views of inputs and weights, views of those, and fresh constants, where every engine takes them."""
+    """Views of inputs and weights, views of these, and fresh constants, if every engine takes them."""
 
-    def cheap(node: fx.Node) -> bool:
-        taken = all(table.accepts(node, engine) for engine in table.engines)
-        return taken and node not in grouped and (is_view(node) or is_creation(node))
+    def is_cheap(node: fx.Node) -> bool:
+        accepted = all(table.accepts(node, engine) for engine in table.engines)
+        return accepted and node not in grouped and (is_view(node) or is_creation(node))
 
-    return find_recomputed(graph, cheap, lambda value: value.op in ("placeholder", "get_attr"))
+    return find_recomputed(graph, is_cheap, lambda value: value.op in ("placeholder", "get_attr"))
 
 
 def find_units(graph: fx.Graph, table: SupportTable, groups: Sequence[Sequence[fx.Node]] = ()) -> Units:
-    """Divide the compute nodes into units; each of `groups` becomes one."""
+    """The compute nodes as units; each of `groups` is one."""
     recomputed = find_recomputable(graph, table, {node for group in groups for node in group})
     owner: dict[fx.Node, int] = {}
     members: list[list[fx.Node]] = []
@@ -91,15 +91,15 @@ def find_units(graph: fx.Graph, table: SupportTable, groups: Sequence[Sequence[f
 
 
 def _dependencies(graph: fx.Graph, recomputed: Mapping[fx.Node, None]) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """For every node, the compute nodes it rests on directly, seen through free nodes and recomputed."""
+    """For every node, the compute nodes it depends on, through free and recomputed nodes."""
     symbols = input_symbols(graph)
-    rests: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    sources: dict[fx.Node, tuple[fx.Node, ...]] = {}
     last_ordered: fx.Node | None = None
     for node in graph.nodes:
         if node.op == "output":
             break
         if _recomputable(node, symbols):
-            rests[node] = ()
+            sources[node] = ()
             continue
         nodes: dict[fx.Node, None] = {}
         for value in node.all_input_nodes:
@@ -107,18 +107,18 @@ def _dependencies(graph: fx.Graph, recomputed: Mapping[fx.Node, None]) -> dict[f
             if is_compute(source) and source not in recomputed:
                 nodes[source] = None
             else:
-                nodes.update(dict.fromkeys(rests[source]))
+                nodes.update(dict.fromkeys(sources[source]))
         if is_compute(node) and is_ordered(node):
-            # Random numbers are drawn, and effects happen, in the order the user wrote.
+            # Random numbers are drawn, and effects happen, in the order of the model.
             if last_ordered is not None:
                 nodes[last_ordered] = None
             last_ordered = node
-        rests[node] = tuple(nodes)
-    return rests
+        sources[node] = tuple(nodes)
+    return sources
 
 
 def _recomputable(node: fx.Node, symbols: Mapping[object, object]) -> bool:
-    """True for values any segment can have without waiting for another."""
+    """Whether any segment can compute a value without waiting for another segment."""
     if node.op in ("placeholder", "get_attr"):
         return True
     if not is_free(node):
@@ -129,7 +129,7 @@ def _recomputable(node: fx.Node, symbols: Mapping[object, object]) -> bool:
 def _topological(
     position: Sequence[int], before: Sequence[Mapping[int, None]], members: Sequence[Sequence[fx.Node]]
 ) -> list[int]:
-    """Units in dependency order, graph order where free to choose."""
+    """Units in dependency order, and in graph order where dependencies allow."""
     after: list[list[int]] = [[] for _ in before]
     missing = [len(earlier) for earlier in before]
     for unit, earlier in enumerate(before):

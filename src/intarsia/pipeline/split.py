@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from intarsia.errors import CaptureError, IntarsiaError, PartitionError
+from intarsia.errors import CaptureError, IntarsiaError, PartitionError, error_text
 from intarsia.graph.line import Line
 from intarsia.graph.piece import place_of, places_of
 from intarsia.graph.plan import Plan
@@ -212,10 +212,7 @@ def _node_costs(
     except IntarsiaError:
         raise
     except Exception as error:  # of torch, for any operator
-        first = next(iter(str(error).strip().splitlines()), "no message")
-        raise CaptureError(
-            f"its nodes cannot be measured one by one: {type(error).__name__}: {first}"
-        ) from error
+        raise CaptureError(f"its nodes cannot be measured one by one: {error_text(error)}") from error
 
 
 def _count(stages: int | None, cuts: Sequence[int | str] | Plan | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.example import bound_arguments
 from intarsia.engines import NetworkEngine, RuntimeFile, known_engines
 from intarsia.errors import InputError
 from intarsia.runtime.compiled import Compiled
@@ -99,11 +99,9 @@ def _flat(path: Path, file: RuntimeFile, model: nn.Module) -> Candidate:
 
 def _named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
     """The tensors of a call by the names of arguments; what is nested has a name like `pair.0`."""
-    try:
-        bound: Mapping[str, Any] = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # an exported module, say, whose forward takes anything
-        bound = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
-    leaves, _ = pytree.tree_flatten_with_path(dict(bound))
+    bound = bound_arguments(model, args, kwargs)  # None for an exported module, say
+    by_place = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+    leaves, _ = pytree.tree_flatten_with_path(by_place if bound is None else dict(bound.arguments))
     return {
         ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): value
         for path, value in leaves

@@ -19,11 +19,11 @@ from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.protect import keeps_random_state
 from intarsia.compare import disagreement, relative_error
 from intarsia.convert import registry
-from intarsia.errors import InputError, IntarsiaError
+from intarsia.errors import InputError, IntarsiaError, error_text, first_line
 from intarsia.logs import counted, working
-from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import Lowered, example_inputs
-from intarsia.lower.range_ends import corners
+from intarsia.lower.model import lower_model
+from intarsia.lower.size_examples import corners
 from intarsia.report.candidate import Candidate, candidate_of
 from intarsia.report.drawn_calls import drawn_calls, edge_calls
 from intarsia.report.first_difference import FirstDifference, first_difference
@@ -137,10 +137,7 @@ class _Check:
         try:
             truth = self.judge.answer(self.call)
         except Exception as error:  # the user's own model
-            said = next(iter(str(error).splitlines()), "")
-            raise InputError(
-                f"the model fails on its example inputs: {type(error).__name__}: {said}"
-            ) from error
+            raise InputError(f"the model fails on its example inputs: {error_text(error)}") from error
         if not self.judge.is_deterministic(self.call, truth):
             raise InputError("two runs of the model differ, so a candidate cannot be compared with it")
         notes: list[str] = []
@@ -191,7 +188,7 @@ class _Check:
                 drop_guards=True,
             )
         except IntarsiaError as error:
-            return None, next(iter(str(error).splitlines()), "")
+            return None, first_line(error)
         return lowered, ""
 
     def _calls(
@@ -215,8 +212,7 @@ class _Check:
         try:
             answer = self.judge.answer(call, self.candidate.call)
         except Exception as error:
-            said = next(iter(str(error).splitlines()), "")
-            return Comparison(name, f"fails where the model does not: {type(error).__name__}: {said}", 0.0)
+            return Comparison(name, f"fails where the model does not: {error_text(error)}", 0.0)
         leaves = _like(truth, answer) if self.candidate.flat else answer.leaves
         if len(leaves) != len(truth.leaves):
             return Comparison(name, f"it gives {len(leaves)} results; the model {len(truth.leaves)}", 0.0)

@@ -21,13 +21,13 @@ from intarsia.compiler.parts import explain_parts, names_within
 from intarsia.convert import registry
 from intarsia.drawing import Drawing, Pictured, bytes_text, page
 from intarsia.engines import Engine, resolve_engines
-from intarsia.errors import CaptureError, LoweringError
+from intarsia.errors import CaptureError, LoweringError, first_line
 from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.plan import Plan
 from intarsia.graph.plan_text import SegmentShapes, segment_shapes
 from intarsia.logs import working
-from intarsia.lower.generalize import lower_model
+from intarsia.lower.model import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
 from intarsia.partition import PYTORCH, PartitionOptions, Strategy, SupportTable
 from intarsia.partition.constrain import unmatched_chains
@@ -76,7 +76,7 @@ def explain(
     except (CaptureError, LoweringError) as error:
         if checked.is_strict or not isinstance(model, nn.Module) or dynamic_shapes is not None:
             raise
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     notes.append(f"the model is not captured as a whole: {reason}")
     return _explain_parts(model, (args, kwargs), usable, checked, notes)
 

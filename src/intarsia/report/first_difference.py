@@ -18,7 +18,7 @@ from intarsia.build.repair import bisect_failure
 from intarsia.build.trial import Case, Failure, case_of, rewriter, try_piece
 from intarsia.capture.example import Call, copied_call
 from intarsia.compare import disagreement
-from intarsia.errors import IntarsiaError
+from intarsia.errors import IntarsiaError, error_text
 from intarsia.graph.nodes import compute_nodes, module_path, op_name, source_line
 from intarsia.graph.piece import Piece
 from intarsia.graph.segment import PYTORCH
@@ -161,7 +161,7 @@ def _fault(program: Callable[..., Sequence[Any]], case: Case) -> str | None:
         with torch.no_grad():
             answers = list(program(*case.inputs))
     except Exception as error:
-        return f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return f"fails: {error_text(error)}"
     return disagreement(answers, case.expected, case.rounding(0.0))
 
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from intarsia.errors import InputError
+from intarsia.errors import InputError, error_text, first_line
 from intarsia.runtime import Compiled
 from intarsia.serve.batching import Batching
 from intarsia.serve.interface import Interface
@@ -183,11 +183,11 @@ class Service:
                 raise ClientDisconnect
             raise Refused(504, f"there was no answer within {self.options.answer_s:g} s")
         except (InputError, IndexError, ValueError) as error:
-            raise Refused(422, f"the model does not take these values: {_first_line(error)}") from None
+            raise Refused(422, f"the model does not take these values: {first_line(error)}") from None
         except (Refused, ClientDisconnect):
             raise
         except Exception as error:
-            raise Refused(500, f"the model failed: {type(error).__name__}: {_first_line(error)}") from error
+            raise Refused(500, f"the model failed: {error_text(error)}") from error
         finally:
             answer.cancel()
             gone.cancel()
@@ -288,7 +288,3 @@ async def _left(request: Request) -> None:
     """Return when the client has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from intarsia.compare import disagreement
-from intarsia.errors import IntarsiaError
+from intarsia.errors import IntarsiaError, first_line
 from intarsia.graph.rows import mixing
 from intarsia.serve.interface import Interface
 
@@ -98,8 +98,7 @@ def _tried(interface: Interface, sizes: dict[Any, int], half: int) -> str | None
             for at in (0, half)
         ]
     except (IntarsiaError, RuntimeError, ValueError, IndexError) as error:
-        reason = next(iter(str(error).splitlines()), "")
-        return f"the module does not run on {2 * half} rows and on {half} ({reason})"
+        return f"the module does not run on {2 * half} rows and on {half} ({first_line(error)})"
     expected = [joined([answer[name] for answer in halves]) for name in interface.outputs]
     wrong = disagreement([together[name] for name in interface.outputs], expected)
     return None if wrong is None else f"a batch differs from its rows computed one by one: {wrong}"

@@ -22,6 +22,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from intarsia.errors import error_text
 from intarsia.serve.batching import Batching, joined, split
 from intarsia.serve.interface import Interface
 
@@ -227,7 +228,7 @@ class Queue:
                 return list(split(self._interface.run(flat), [job.rows for job in jobs]))
             except Exception as error:
                 self._metrics.split.inc()
-                self._tell(f"a batch failed and its requests run alone: {_first_line(error)}")
+                self._tell(f"a batch failed and its requests run alone: {error_text(error)}")
         return [self._alone(job) for job in jobs]
 
     def _tell(self, sentence: str) -> None:
@@ -241,7 +242,3 @@ class Queue:
             return self._interface.run(job.inputs)
         except Exception as error:
             return error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

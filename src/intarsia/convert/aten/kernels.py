@@ -224,7 +224,10 @@ def zero_unless(condition: Tensor) -> Tensor:
     """The number 0, int64 and 0-d; a call in which the condition holds anywhere is left to PyTorch."""
     held = F.cast(condition, D.INT32)
     if held.ndim:
-        held = F.reduce_max(held, list(range(held.ndim)), keepdims=False)
+        held = F.reshape(held, [-1])
+        if not isinstance(held.shape[0], int):  # of no elements there is no largest
+            held = F.concat([F.constant(np.zeros(1, np.int32)), held], 0)
+        held = F.reduce_max(held, [0], keepdims=False)
     # There is no element 1 of one element.
     return F.gather(F.constant(np.zeros(1, np.int64)), F.cast(held, D.INT64), 0)
 

@@ -19,6 +19,7 @@ from intarsia.engines.graph_rewrites.convolutions import (
 from intarsia.engines.graph_rewrites.fused_products import activation_epilogues, flash_attention, row_products
 from intarsia.engines.graph_rewrites.products import merge_products, split_products, vector_products
 from intarsia.engines.graph_rewrites.replayed import ratio, recorded
+from intarsia.errors import error_text
 
 Rewrite = Callable[[fx.GraphModule], int]
 
@@ -84,10 +85,7 @@ def paying(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
     try:
         remaining = _measured(module, names)
     except RuntimeError as error:  # no room for it, or nothing that a CUDA graph can hold
-        said = next(iter(str(error).splitlines()), "")
-        warnings.warn(
-            f"rewrites were not measured, so all are applied: {type(error).__name__}: {said}", stacklevel=3
-        )
+        warnings.warn(f"rewrites were not measured, so all are applied: {error_text(error)}", stacklevel=3)
         return tuple(names)
     store.update({key: list(remaining)})
     return remaining

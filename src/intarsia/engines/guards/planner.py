@@ -73,7 +73,7 @@ CALM = 2.0**36
 HIGH = 2.0**120
 HIGHISH = 2.0**80
 _HANDED_ON = KEEPS_VALUES | {"Cast"}
-# Kernels that read or write wherever an index points.
+# Kernels that read or write wherever an index points; of integers in a line, OpenVINO's Gather does, too.
 _UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
 
 
@@ -235,7 +235,8 @@ class _Planner:
         if indices.constant is not None or 0 in known:
             return
         guard = Index(indices.name, data.name, tuple(axes))
-        if layer.kind in _UNSAFE:  # even if a guard rules it out: that is looked at when the layer has run
+        is_unsafe = layer.kind in _UNSAFE or (layer.kind == "Gather" and data.ndim == 1)
+        if is_unsafe:  # even if a guard rules it out: that is looked at when the layer has run
             self.guards.held[layer.get_outputs(0)[0].name] = guard
         if len(known) == len(sizes) and self.range(indices).within(_indices(min(known))):
             return

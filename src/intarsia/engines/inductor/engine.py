@@ -33,7 +33,7 @@ from intarsia.engines.inductor.compiler import (
     unknown_option,
 )
 from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, error_text, first_line
 from intarsia.graph.nodes import is_control_flow, is_ordered
 from intarsia.quantized import bits_of
 
@@ -148,8 +148,7 @@ class Inductor(GraphEngine):
         except EngineError as error:
             raise EngineError(f"Inductor is not used: {error}") from error
         except Exception as error:  # whatever Inductor throws concerns this piece alone
-            said = _first_line(error)
-            raise EngineError(f"Inductor failed to compile: {type(error).__name__}: {said}") from error
+            raise EngineError(f"Inductor failed to compile: {error_text(error)}") from error
         return InductorProgram(compiled, described, own_copy(module))
 
     def package(self, module: fx.GraphModule) -> bytes:
@@ -165,7 +164,7 @@ class Inductor(GraphEngine):
                 expected = module(*inputs)
             pairs = list(zip(program(*inputs), expected, strict=True))
         except Exception as error:
-            raise EngineError(f"AOTInductor failed: {type(error).__name__}: {_first_line(error)}") from error
+            raise EngineError(f"AOTInductor failed: {error_text(error)}") from error
         if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs):
             raise EngineError("AOTInductor's package gives other answers than the segment")
         return data
@@ -175,7 +174,7 @@ class Inductor(GraphEngine):
         try:
             return InductorProgram(read_package(data), example)
         except Exception as error:
-            raise EngineError(f"AOTInductor refuses its package: {_first_line(error)}") from error
+            raise EngineError(f"AOTInductor refuses its package: {first_line(error)}") from error
 
     def _rewritten(
         self, module: fx.GraphModule, example: Sequence[torch.Tensor]
@@ -220,10 +219,6 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
         tensor.copy_(torch.linspace(-1, 1, tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape))
     return tensor
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), "")
 
 
 def _has_compiler() -> bool:

@@ -25,7 +25,7 @@ from intarsia.engines.onnxruntime.session import session_program, weight_value
 from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports
 from intarsia.engines.processor import thread_count
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,9 @@ _ROUNDING = (
     "FastGeluFusion",
     "QuickGeluFusion",
 )
+
+# Given no rows or no steps, they divide by zero in a thread of their own, which ends the process (1.31.1).
+_ENDS_PROCESS_IF_EMPTY = frozenset({"GRU", "LSTM"})
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class OnnxRuntime(NetworkEngine):
         return self.device == "cuda" and not self.tensorrt
 
     @property
+    def multiplies_integers(self) -> bool:  # type: ignore[override]
+        return self.device == "cpu"
+
+    @property
     def takes_bodies(self) -> bool:  # type: ignore[override]
         return self.device == "cpu"
 
@@ -120,16 +127,24 @@ class OnnxRuntime(NetworkEngine):
     def patterns(self) -> Collection[str]:
         return ("onnx", "com.microsoft")
 
+    def fails_on_empty(self, net: Network) -> str | None:
+        kinds = {layer.kind for layer in net.get_layers()} & _ENDS_PROCESS_IF_EMPTY
+        return f"{min(kinds)} without elements ends the process in ONNX Runtime" if kinds else None
+
     def probe(self, net: Network) -> str | None:
+        from intarsia.engines.onnxruntime.integers import inexactness
         from intarsia.engines.onnxruntime.model import check_bodies, is_static, plain
 
+        multiplies = any(layer.kind == "com.microsoft::MatMulIntegerToFloat" for layer in net.get_layers())
+        if multiplies and (reason := inexactness()) is not None:
+            return reason
         try:
             check_bodies(net, self.guards, self.device)
             model = plain(net)
             shared = {name: value for name, (value, _) in {**model.weights, **model.on_gpu}.items()}
             self._session(model.data, model.weights, shared, static=is_static(net), optimize=False)
         except Exception as error:
-            return f"ONNX Runtime refuses it: {_first_line(error)}"
+            return f"ONNX Runtime refuses it: {first_line(error)}"
         return None
 
     def build(self, net: Network) -> Program:
@@ -146,7 +161,7 @@ class OnnxRuntime(NetworkEngine):
             )
             return self._program(Ports.of(net), session, (model.weights, model.on_gpu), model.checks)
         except Exception as error:
-            raise EngineError(f"ONNX Runtime failed to build {net.name}: {_first_line(error)}") from error
+            raise EngineError(f"ONNX Runtime failed to build {net.name}: {first_line(error)}") from error
 
     def write(self, net: Network, path: Path) -> Mapping[str, str]:
         from intarsia.engines.onnxruntime.model import write_file
@@ -199,7 +214,7 @@ class OnnxRuntime(NetworkEngine):
             float64 = about.get("float64", False)
             session = self._session(model, values, shared, static=True, folder=folder, float64=float64)
         except Exception as error:
-            raise EngineError(f"ONNX Runtime refuses the packed model: {_first_line(error)}") from error
+            raise EngineError(f"ONNX Runtime refuses the packed model: {first_line(error)}") from error
         if len(session.get_outputs()) != len(ports.outputs) + bool(checks.computed):
             raise EngineError(f"the packed model has {len(session.get_outputs())} outputs")
         return self._program(ports, session, values, checks)
@@ -282,8 +297,3 @@ def _import() -> ModuleType:
     import onnxruntime
 
     return onnxruntime  # type: ignore[no-any-return]
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -14,7 +14,7 @@ from intarsia.engines.base import Arrays, GuardedProgram, Program
 from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, first_line
 
 # Calls of an ONNX Runtime session from torch tensors, without copies.
 #
@@ -101,7 +101,7 @@ class ArraySession(Session):
         try:
             result = self._run(self._outputs, feed, None)
         except self._refusal as error:  # an index out of range, which torch may refuse in its own words
-            return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
+            return self._left(tensors, f"ONNX Runtime refuses it: {first_line(error)}")
         if self._computed:
             broken = self._broken(result.pop(), tensors)
             if broken is not None:
@@ -213,7 +213,7 @@ class BoundSession(Session):
         except Exception as error:
             if not isinstance(error, self._refusal) and not _names_a_value(error):
                 raise
-            return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
+            return self._left(tensors, f"ONNX Runtime refuses it: {first_line(error)}")
         result = binding.get_outputs() if self._some_unknown or self._computed else []
         if self._computed:
             broken = self._broken(result[-1].numpy(), tensors)
@@ -263,8 +263,7 @@ class OnnxFile:
         try:
             self._session = ort.InferenceSession(path, providers=_CPU)
         except Exception as error:  # ONNX Runtime raises classes of its own
-            said = next(iter(str(error).splitlines()), "")
-            raise EngineError(f"ONNX Runtime cannot load {path}: {said}") from error
+            raise EngineError(f"ONNX Runtime cannot load {path}: {first_line(error)}") from error
         self.inputs: list[str] = [item.name for item in self._session.get_inputs()]
 
     def run(self, values: Mapping[str, Any]) -> list[Any]:

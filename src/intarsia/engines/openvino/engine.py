@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 # What reads networks (`openvino.model`) is imported where one is read: loading a packed one does without.
 
+# Layers of varying sizes that do nothing if they are given no elements, and set no shape (2026.4).
+_KEEPS_LAST_RESULT = frozenset({"AveragePool", "MaxPool", "Unique"})
+
 
 @dataclass(frozen=True)
 class OpenVINO(NetworkEngine):
@@ -83,6 +86,10 @@ class OpenVINO(NetworkEngine):
     def patterns(self) -> Collection[str]:
         # It multiplies by MLAS or by oneDNN, whichever a product's surroundings ask for.
         return ("onnx", "onednn")
+
+    def fails_on_empty(self, net: Network) -> str | None:
+        kinds = {layer.kind for layer in net.get_layers()} & _KEEPS_LAST_RESULT
+        return f"{min(kinds)} without elements returns the last call's result in OpenVINO" if kinds else None
 
     def probe(self, net: Network) -> str | None:
         return self.probe_all([net])[0]

@@ -1,4 +1,4 @@
-"""A graph that is edited: what new layers are called, where they stand, in which order, and what was done."""
+"""A graph that is edited: the names, the place and the order of new layers, and a journal of the edits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from intarsia.network.edit.journal import (
 )
 from intarsia.network.value import Shape, raw_shape
 
-_SHARED_BYTES = 64  # constants up to this size are made once
+_SHARED_BYTES = 64  # equal constants up to this size are shared
 
 
 class EditableGraph:
-    """An `onnx_ir` graph with all that its edits share: journal, order, names, replacements.
+    """An `onnx_ir` graph with the state that its edits share: journal, order, names, replacements.
 
-    `journal`, where it is a list, is given every edit, so that `undo` can take them back. A graph `within`
-    another is a body of it: no name is used in both.
+    If `journal` is a list, every edit is appended to it, so that `undo` can reverse them. A graph `within`
+    another is one of its bodies; the two share one set of names.
     """
 
     def __init__(self, graph: ir.Graph, within: EditableGraph | None = None) -> None:
@@ -37,17 +37,17 @@ class EditableGraph:
         self.order: Order = Order(graph)
         self.replacements: Replacements = Replacements()
         self.constants: dict[ConstantKey, ir.Value] = {}  # small ones, by content
-        self.anchor: ir.Node | None = None  # new layers are put before it; at the end if there is none
-        self.scope = ""  # how new layers are called
-        self.origin: dict[str, str] | None = None  # where new layers come from: module path, source line
-        self.made: list[ir.Node] | None = None  # given every new layer: those of the functional that runs now
-        # Every name that was ever taken, and the last number appended to it.
+        self.anchor: ir.Node | None = None  # new layers are inserted before it; None: at the end
+        self.scope = ""  # the name of new layers
+        self.origin: dict[str, str] | None = None  # metadata of new layers: module path and source line
+        self.new_nodes: list[ir.Node] | None = None  # receives every new layer, for the functional that runs
+        # Every name that was ever used, and the last number appended to it.
         self.names: dict[str, int] = {} if within is None else within.names
         self._by_name: dict[str, ir.Node] = {}
         self._read_names()
 
     def _read_names(self) -> None:
-        """Take the names of a graph that was made or edited elsewhere."""
+        """Reserve the names of a graph that was made or edited elsewhere."""
         for value in (*self.graph.inputs, *self.graph.initializers.values()):
             self.names.setdefault(str(value.name), 0)
         for node in self.graph:
@@ -58,8 +58,8 @@ class EditableGraph:
         self._by_name = {str(node.name): node for node in self.graph}
 
     def unique_name(self, hint: str) -> str:
-        """`hint`, or `hint_1`, `hint_2`, ... if taken."""
-        if len(self.graph) != len(self.order):  # nodes came or went directly
+        """`hint`, or `hint_1`, `hint_2`, ... if it is in use."""
+        if len(self.graph) != len(self.order):  # layers were added or removed directly
             self.order.relabel()
             self._read_names()
         names = self.names
@@ -75,7 +75,7 @@ class EditableGraph:
                 return name
 
     def node_named(self, name: str) -> ir.Node | None:
-        """The layer of this name. A name that is not known is looked for in the whole graph."""
+        """The layer of this name, None if there is none."""
         node = self._by_name.get(name)
         if node is None or node.graph is not self.graph or node.name != name:
             self._by_name = {str(node.name): node for node in self.graph}
@@ -94,7 +94,7 @@ class EditableGraph:
         return value
 
     def new_constant(self, array: ir.TensorProtocol, name: str | None) -> ir.Value:
-        """Add a constant; small equal ones without a name of their own are shared."""
+        """Add a constant. Small constants without a name are shared if they are equal."""
         shape = tuple(int(d) for d in array.shape)  # type: ignore[arg-type]
         key = None
         if name is None and array.nbytes <= _SHARED_BYTES:
@@ -148,8 +148,8 @@ class EditableGraph:
             name=layer_name,
             metadata_props=None if self.origin is None else dict(self.origin),
         )
-        taken = take_bodies(node) if attributes else []
-        reads = [*inputs, *(use.value for use in outer_uses(node))] if taken else inputs
+        owners = take_bodies(node) if attributes else []
+        reads = [*inputs, *(use.value for use in outer_uses(node))] if owners else inputs
         self._check_reads(node, reads)
         if domain and domain not in self.graph.opset_imports:
             self.graph.opset_imports[domain] = 1
@@ -160,17 +160,17 @@ class EditableGraph:
             makers = [maker for value in reads if value is not None and (maker := value.producer())]
             self.order.place(node, anchor, [maker for maker in makers if maker.graph is self.graph])
         self.note_added(node)
-        if self.made is not None:
-            self.made.append(node)
+        if self.new_nodes is not None:
+            self.new_nodes.append(node)
         if self.journal is not None:
             self.journal.append(LayerAdded(node, inferred))
-            self.journal += [BodyTaken(body, before) for body, before in taken]
+            self.journal += [BodyTaken(body, before) for body, before in owners]
         return node
 
     def _check_reads(self, node: ir.Node, reads: Sequence[ir.Value | None]) -> None:
-        """While a rewrite is tried, an error if a layer reads what is not of this graph.
+        """While edits are recorded, raise NetworkError if a layer reads a value of another graph.
 
-        A body that is being made reads what is around it, and the graph it will be part of is not known.
+        At other times, a body under construction may read from the graph around it, which is not known yet.
         """
         if self.journal is None:
             return
@@ -180,30 +180,30 @@ class EditableGraph:
                 raise NetworkError(f"layer {node.name} reads {value.name}, which is not of this network")
 
     def note_added(self, node: ir.Node) -> None:
-        """Find a layer by its name from now on."""
+        """Index a new layer by its name."""
         self._by_name[str(node.name)] = node
 
     def note_removed(self, node: ir.Node) -> None:
-        """Do not find a layer by its name any more."""
+        """Remove a layer from the index of names."""
         self._by_name.pop(str(node.name), None)
 
     def set_type(self, value: ir.Value, dtype: ir.DataType, shape: Shape) -> None:
-        """Give a value another type or shape, so that it can be undone."""
+        """Set the type and shape of a value; the journal has the old ones."""
         self.record(TypeChanged(value, value.type, value.shape))
         value.type, value.shape = ir.TensorType(dtype), raw_shape(shape)
 
     def drop_unused_constants(self) -> int:
-        """Take out the constants nothing reads; how many there were."""
+        """Remove the constants that nothing reads; returns their number."""
         unused = [v for v in self.graph.initializers.values() if not v.uses() and not v.is_graph_output()]
         for value in unused:
             self.graph.initializers.pop(str(value.name))
-        gone = set(unused)
-        self.constants = {key: value for key, value in self.constants.items() if value not in gone}
+        removed = set(unused)
+        self.constants = {key: value for key, value in self.constants.items() if value not in removed}
         return len(unused)
 
 
 class InputChange(NamedTuple):
-    """One read of a layer was redirected; `still_read` if the layer reads `old` at another position too."""
+    """One input of a layer was replaced; `still_read` if the layer also reads `old` at another position."""
 
     time: int
     old: ir.Value | None
@@ -212,7 +212,7 @@ class InputChange(NamedTuple):
 
 
 class Replacements:
-    """The replacements of one graph. `clock` counts them, so that a record sees those made after it."""
+    """The replacements of one graph. `clock` counts them, so that a record can ask for the later ones."""
 
     def __init__(self) -> None:
         self.clock: int = 0
@@ -220,30 +220,30 @@ class Replacements:
         self._inputs: dict[ir.Node, list[InputChange]] = {}
 
     def value_replaced(self, old: ir.Value, new: ir.Value) -> None:
-        """All readers of `old` read `new` from now on."""
+        """Record that all readers of `old` now read `new`."""
         self.clock += 1
         self._values.setdefault(old, []).append((self.clock, new))
 
     def value_restored(self, old: ir.Value) -> None:
-        """The last replacement of `old` was undone."""
+        """Remove the last replacement of `old`, which was undone."""
         self._values[old].pop()
 
     def input_replaced(self, node: ir.Node, old: ir.Value | None, new: ir.Value) -> None:
-        """One read of a layer goes to `new` from now on."""
+        """Record that one input of a layer is now `new`."""
         self.clock += 1
         change = InputChange(self.clock, old, new, old in node.inputs)
         self._inputs.setdefault(node, []).append(change)
 
     def input_restored(self, node: ir.Node) -> None:
-        """The last redirection of one of a layer's reads was undone."""
+        """Remove the last input change of a layer, which was undone."""
         self._inputs[node].pop()
 
     def inputs_since(self, node: ir.Node, time: int) -> list[InputChange]:
-        """The redirections of single reads of a layer after `time`."""
+        """The input changes of a layer after `time`."""
         return [change for change in self._inputs.get(node, ()) if change.time > time]
 
     def follow(self, value: ir.Value, time: int, until: int | None = None) -> ir.Value:
-        """What stands now, or stood right before `until`, for a value that was mentioned at `time`."""
+        """The value that replaces `value`, named at `time`, now or right before `until`."""
         while True:
             for when, new in self._values.get(value, ()):
                 if when > time and (until is None or when < until):
@@ -253,19 +253,18 @@ class Replacements:
                 return value
 
 
-# The order of a graph's layers as numbers: "made before" is one comparison, and neighbours are known.
-#
-# A cycle is refused before it exists, and a removed layer comes back to its place without a walk.
+# The order of layers as numbers: which of two comes first is one comparison, and neighbours are known. So a
+# cycle is refused before it exists, and a removed layer returns to its place without a walk.
 
 _GAP = 1 << 40  # between layers that were appended
-_STEP = 1 << 16  # what one insertion takes of a gap, if the gap is wide
+_STEP = 1 << 16  # the distance of an inserted layer to the one before it, if the gap is wide
 
 
 class Order:
-    """Labels that grow along the list of layers, and each layer's neighbours in it.
+    """Labels that increase along the list of layers, and the neighbours of each layer.
 
-    `onnx_ir` finds a layer's place or neighbour only by a walk over the whole list. A layer that
-    was put into the graph directly has no label until one is asked for; the whole list is then read again.
+    `onnx_ir` finds a layer's position only by a walk over the list. A layer that was added to the graph
+    directly has no label; when one is needed, the whole list is labelled again.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -302,7 +301,7 @@ class Order:
             self.relabel()
 
     def place(self, node: ir.Node, anchor: ir.Node, makers: Sequence[ir.Node]) -> None:
-        """Put a layer before the anchor, or after the last of `makers` if that is not before the anchor."""
+        """Insert a layer before the anchor, or after the last of `makers` if that comes later."""
         labels = self._labels
         if anchor not in labels or any(maker not in labels for maker in makers):
             self.relabel()
@@ -317,12 +316,12 @@ class Order:
         if node not in self._labels:
             self.relabel()
         behind = self._behind[node]
-        while behind is not None and behind.graph is not self._graph:  # taken out of the graph directly
+        while behind is not None and behind.graph is not self._graph:  # removed from the graph directly
             behind = self._behind.get(behind)
         return behind
 
     def remove(self, node: ir.Node) -> ir.Node | None:
-        """Take a layer out of the graph; returns the layer that was after it."""
+        """Remove a layer from the graph; returns the layer that was after it."""
         behind = self.behind(node)
         self._graph.remove(node)
         before = self._before.pop(node)
@@ -336,13 +335,13 @@ class Order:
         return behind
 
     def reorder(self, nodes: list[ir.Node]) -> None:
-        """Let these layers, all of the graph, stand in this order."""
+        """Put these layers, all of the graph, into this order."""
         self._graph.remove(nodes)
         self._graph.extend(nodes)
         self.relabel()
 
     def complete(self) -> list[ir.Node]:
-        """All layers in order; the labels are renewed if the list was edited directly."""
+        """All layers in order. The labels are renewed if the list was edited directly."""
         nodes = list(self._graph)
         labels = [self._labels.get(node, -1) for node in nodes]
         if len(self._labels) != len(nodes) or -1 in labels or labels != sorted(labels):
@@ -350,7 +349,7 @@ class Order:
         return nodes
 
     def relabel(self) -> None:
-        """Label every layer again, in the order of the list."""
+        """Label every layer anew, in the order of the list."""
         self._labels.clear()
         self._before.clear()
         self._behind.clear()
@@ -359,7 +358,7 @@ class Order:
             self._link(node, None)
 
     def _link(self, node: ir.Node, behind: ir.Node | None) -> None:
-        """Note that a layer stands before another, or at the end."""
+        """Label a layer that is now before `behind`, or at the end."""
         labels = self._labels
         before = self._last if behind is None else self._before[behind]
         low = 0 if before is None else labels.get(before, 0)

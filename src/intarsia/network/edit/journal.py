@@ -1,7 +1,7 @@
-"""What an edit did to a graph: enough to check it, and to take it back.
+"""Records of edits, with what is needed to check and to undo them.
 
-Nothing here uses private names of `onnx_ir`, and a test reads the sources for them. On a synthetic chain that
-costs ten times the time; on BERT-base and Swin-T matching dominates, and nothing was lost.
+This code uses no private names of `onnx_ir`, and a test checks that. A synthetic chain of edits takes ten
+times as long with public names; on BERT-base and Swin-T matching takes most of the time, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class LayerAdded(NamedTuple):
 
 
 class BodyTaken(NamedTuple):
-    """A layer that was added took over the body of another, or of none."""
+    """An added layer became the owner of a body; `before` was its owner, or None."""
 
     body: ir.Graph
     before: ir.Node | None
 
 
 class LayerRemoved(NamedTuple):
-    """A layer was taken out; `released` is what its bodies read, `behind` the layer that was after it."""
+    """A layer was removed. `released` are the reads of its bodies, `behind` was the layer after it."""
 
     node: ir.Node
     inputs: tuple[ir.Value | None, ...]
@@ -40,7 +40,7 @@ class LayerRemoved(NamedTuple):
 
 
 class UsesReplaced(NamedTuple):
-    """All readers of `old` were given `new`; `outputs` are positions among the graph's outputs."""
+    """All readers of `old` now read `new`; `outputs` are positions among the graph's outputs."""
 
     old: ir.Value
     new: ir.Value
@@ -49,7 +49,7 @@ class UsesReplaced(NamedTuple):
 
 
 class InputReplaced(NamedTuple):
-    """One layer reads `new` where it read `old`."""
+    """One input of a layer was replaced."""
 
     node: ir.Node
     position: int
@@ -71,14 +71,14 @@ class InputAdded(NamedTuple):
 
 
 class OutputMarked(NamedTuple):
-    """A value was made an output of the graph; `name` is what it was called before."""
+    """A value became an output of the graph; `name` is its former name."""
 
     value: ir.Value
     name: str | None
 
 
 class TypeChanged(NamedTuple):
-    """A value got another dtype or shape than these."""
+    """The dtype or shape of a value was changed; these are the former ones."""
 
     value: ir.Value
     type: ir.TypeProtocol | None
@@ -86,13 +86,13 @@ class TypeChanged(NamedTuple):
 
 
 class Reordered(NamedTuple):
-    """The layers stood like this before their order changed."""
+    """The order of the layers was changed; this is the former one."""
 
     nodes: list[ir.Node]
 
 
 class RecordChanged(NamedTuple):
-    """Something recorded about the graph was changed; `restore` puts back what it said."""
+    """Other information about the graph was changed; `restore` restores it."""
 
     restore: Callable[[], None]
 

@@ -1,4 +1,4 @@
-"""Redirecting reads from one value to another, removing layers, and taking such edits back."""
+"""Replacing values, removing layers, and undoing such edits."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from intarsia.network.value import TypedValue
 
 
 def replace_value(graph: EditableGraph, old: ir.Value, new: ir.Value) -> bool:
-    """Let all that read one value, graph outputs included, read another; false if they do already.
+    """Replace a value in all its readers and in the graph's outputs; False if nothing changes.
 
-    An output keeps its name: `new` takes it over, or a copy of `new` where that has a name to keep itself.
+    An output keeps its name. `new` takes the name over, or a copy of `new` does if `new` has to keep its own.
     """
     if old is new:
         return False
@@ -40,7 +40,7 @@ def replace_value(graph: EditableGraph, old: ir.Value, new: ir.Value) -> bool:
         if old.is_graph_input():
             raise NetworkError(f"{old.name} is both an input and an output: its name cannot move")
         if _is_copy(old, new) and (maker is None or new.is_graph_output()):
-            for reader, index in uses:  # the output is already what it would become
+            for reader, index in uses:  # the output is a copy of `new` already
                 replace_input(graph, reader, index, new)
             return bool(uses)
     if maker is not None:
@@ -57,7 +57,7 @@ def replace_value(graph: EditableGraph, old: ir.Value, new: ir.Value) -> bool:
 
 
 def replace_input(graph: EditableGraph, reader: ir.Node, index: int, new: ir.Value) -> None:
-    """Let one layer read another value at one position."""
+    """Replace one input of a layer."""
     old = reader.inputs[index]
     if new.graph is not graph.graph:
         raise NetworkError(f"{new.name} does not belong to the network of {reader.name}")
@@ -69,7 +69,7 @@ def replace_input(graph: EditableGraph, reader: ir.Node, index: int, new: ir.Val
 
 
 def mark_output(graph: EditableGraph, value: ir.Value, name: str | None) -> None:
-    """Make a value an output, under this name; an input or output that has another keeps that."""
+    """Make a value an output with this name. If it has to keep another name, a copy of it is the output."""
     if name is not None and value.name != name and (value.is_graph_input() or value.is_graph_output()):
         value = _copied(graph, value)
     before = value.name
@@ -80,7 +80,7 @@ def mark_output(graph: EditableGraph, value: ir.Value, name: str | None) -> None
 
 
 def _take_over_output(graph: EditableGraph, old: ir.Value, new: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
-    """Let a value, or a copy of it, stand among the graph's outputs under the name that stood there."""
+    """Replace an output by a value, or by a copy of it; returns the new output and its positions."""
     outputs = graph.graph.outputs
     positions = tuple(i for i, value in enumerate(outputs) if value is old)
     shown = _copied(graph, new) if new.producer() is None or new.is_graph_output() else new
@@ -96,7 +96,7 @@ def _is_copy(value: ir.Value, of: ir.Value) -> bool:
 
 
 def _copied(graph: EditableGraph, value: ir.Value) -> ir.Value:
-    """What an Identity at the end of the graph makes of a value."""
+    """A copy of a value: the output of a new Identity at the end of the graph."""
     outer, graph.anchor = graph.anchor, None
     view = TypedValue(value)
     node = graph.new_node("Identity", [value], None, [(view.dtype, view.shape)])
@@ -111,16 +111,16 @@ def _move_readers_behind(
     maker: ir.Node,
     uses: Collection[tuple[ir.Node, int]],
 ) -> None:
-    """Let the readers come after the maker of `new`, or refuse if it is made from one of them."""
+    """Move the readers after the layer that makes `new`; NetworkError if one of them leads to that layer."""
     order = graph.order
     former = old.producer()
     if former is not None and former.graph is graph.graph and order.of(maker) < order.of(former):
-        return  # what is made before `old` stands before all that read it
+        return  # all readers of `old` come after the layer that makes it
     readers = [_owner(graph.graph, node) for node, _ in uses]
     early = [reader for reader in readers if order.of(reader) <= order.of(maker)]
     if not early:
         return
-    # Everything made from an early reader and placed before the maker moves after it.
+    # Everything that is made from an early reader, and stands before `maker`, moves after it.
     region, stack = dict.fromkeys(early), list(early)
     while stack:
         node = stack.pop()
@@ -140,7 +140,7 @@ def _move_readers_behind(
 
 
 def _owner(graph: ir.Graph, node: ir.Node) -> ir.Node:
-    """The layer itself, or the layer of this graph in whose body it stands."""
+    """The layer itself, or the layer of this graph in whose body it is."""
     owner = owner_in(graph, node)
     if owner is None:
         raise NetworkError(f"layer {node.name} belongs to another network")
@@ -148,12 +148,12 @@ def _owner(graph: ir.Graph, node: ir.Node) -> ir.Node:
 
 
 def is_dead(node: ir.Node) -> bool:
-    """Whether nothing reads what a layer makes."""
+    """Whether nothing reads the outputs of a layer."""
     return not any(value.is_graph_output() or value.uses() for value in node.outputs)
 
 
 def remove_node(graph: EditableGraph, node: ir.Node) -> None:
-    """Remove a layer; an error if something still reads it."""
+    """Remove a layer; NetworkError if something still reads it."""
     if node.graph is not graph.graph:
         raise NetworkError(f"layer {node.name} is not in network {graph.graph.name}")
     for value in node.outputs:
@@ -164,8 +164,8 @@ def remove_node(graph: EditableGraph, node: ir.Node) -> None:
 
 
 def remove_dead(graph: EditableGraph, nodes: list[ir.Node]) -> list[ir.Node]:
-    """Take out these layers, the last first, where nothing reads them, and what fed them alone."""
-    gone: list[ir.Node] = []
+    """Remove those of these layers that nothing reads, the last first, and the layers that only they read."""
+    removed: list[ir.Node] = []
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
@@ -174,12 +174,12 @@ def remove_dead(graph: EditableGraph, nodes: list[ir.Node]) -> list[ir.Node]:
         for value in _take_out(graph, node):
             if (maker := value.producer()) is not None:
                 waiting.append(maker)
-        gone.append(node)
-    return gone
+        removed.append(node)
+    return removed
 
 
 def _take_out(graph: EditableGraph, node: ir.Node) -> list[ir.Value]:
-    """Detach a layer from what it, or its bodies, read; gives those values."""
+    """Remove a layer; returns the values that it and its bodies read."""
     inputs = tuple(node.inputs)
     released = outer_uses(node, owned=True)
     detach(node)
@@ -190,22 +190,19 @@ def _take_out(graph: EditableGraph, node: ir.Node) -> list[ir.Value]:
 
 
 def detach(node: ir.Node) -> None:
-    """Let a layer and its bodies read nothing."""
+    """Clear the inputs of a layer and the outer values that its bodies read."""
     for use in outer_uses(node, owned=True):
         use.node.replace_input_with(use.position, None)
     node.resize_inputs(0)
 
 
-# Taking edits back.
-
-
 def undo(graph: EditableGraph, edits: Sequence[Edit]) -> None:
-    """Take back these edits, the last first; the graph is then as it was, names and places included."""
+    """Undo these edits, the last first. The graph is then as before, with its names and order."""
     for edit in reversed(edits):
-        _take_back(graph, edit)
+        _undo_edit(graph, edit)
 
 
-def _take_back(graph: EditableGraph, edit: Edit) -> None:
+def _undo_edit(graph: EditableGraph, edit: Edit) -> None:
     match edit:
         case LayerAdded(node=node):
             detach(node)

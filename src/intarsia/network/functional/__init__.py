@@ -1,4 +1,4 @@
-"""The operations: used by converters, by patterns, and by people who write networks by hand.
+"""Functionals: the operations that converters, patterns and hand-written networks add layers by.
 
 >>> import torch
 >>> from intarsia.network import Network, Tensor, functional as F, net_guard

@@ -1,4 +1,4 @@
-"""How a functional adds a layer: operands made tensors, shapes inferred, layer appended."""
+"""How a functional adds a layer: operands become tensors, shapes are inferred, the layer is appended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_dtype(dtype: DTypeLike) -> ir.DataType:
 
 
 def constant(value: Operand, dtype: DTypeLike | None = None, *, name: str | None = None) -> Tensor:
-    """A constant tensor from a scalar, list, numpy array or torch tensor; torch tensors are not copied."""
+    """A constant from a scalar, list, numpy array or torch tensor. Torch tensors are not copied."""
     if isinstance(value, Tensor):
         return value
     net = default_net()
@@ -50,12 +50,12 @@ _NO_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 def ints(values: Sequence[int]) -> Tensor:
-    """A constant vector of int64, the form ONNX wants axes and sizes in."""
+    """A constant vector of int64, the form in which ONNX takes axes and sizes."""
     return constant(np.asarray(list(values), dtype=np.int64))
 
 
 def operands(*values: Operand | None) -> list[Tensor | None]:
-    """Tensors of all values; a scalar takes the dtype of the first tensor."""
+    """The values as tensors; a scalar gets the dtype of the first tensor."""
     like = next((v.dtype for v in values if isinstance(v, Tensor)), None)
     tensors: list[Tensor | None] = []
     for value in values:
@@ -109,7 +109,7 @@ def opaque(
     makes: Sequence[tuple[DTypeLike, Shape]],
     **attributes: Any,
 ) -> tuple[Tensor, ...]:
-    """A layer only a particular engine knows (a plugin's part): you say what it makes."""
+    """A layer that only one engine knows, such as a plugin. `makes` is the dtype and shape of each output."""
     if not domain:
         raise NetworkError(f"an opaque layer needs a domain of its own; {op_type} was given none")
     net: Network = default_net(*inputs)

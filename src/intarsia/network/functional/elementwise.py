@@ -19,7 +19,7 @@ def _unary(op_type: str, name: str | None = None) -> Unary:
         return op(op_type, x)
 
     functional.__name__ = functional.__qualname__ = name or op_type.lower()
-    functional.__doc__ = f"ONNX `{op_type}`, element by element."
+    functional.__doc__ = f"ONNX `{op_type}`, elementwise."
     single_layer(op_type, functional)
     return functional
 
@@ -31,7 +31,7 @@ def _binary(op_type: str, name: str | None = None) -> Binary:
         return op(op_type, a, b)
 
     functional.__name__ = functional.__qualname__ = name or op_type.lower()
-    functional.__doc__ = f"ONNX `{op_type}` of two operands of one dtype; a scalar takes the other's."
+    functional.__doc__ = f"ONNX `{op_type}` of two operands of one dtype; a scalar gets the other's dtype."
     single_layer(op_type, functional)
     return functional
 
@@ -93,13 +93,13 @@ bitwise_xor: Binary = _binary("BitwiseXor", "bitwise_xor")
 
 @record_signature
 def mod(a: Operand, b: Operand, *, fmod: bool = False) -> Tensor:
-    """ONNX `Mod`: with `fmod` the sign follows the dividend (C's fmod), else the divisor (integers only)."""
+    """ONNX `Mod`. With `fmod` the sign is the dividend's, as in C; else the divisor's (integers only)."""
     return op("Mod", a, b, fmod=1 if fmod else None)
 
 
 @record_signature
 def cast(x: Operand, dtype: DTypeLike) -> Tensor:
-    """`x` in another dtype; no layer if it has it already."""
+    """`x` in another dtype; no layer if it has that dtype."""
     wanted = as_dtype(dtype)
     if isinstance(x, Tensor) and x.dtype == wanted:
         return x
@@ -117,13 +117,13 @@ def where(condition: Operand, a: Operand, b: Operand) -> Tensor:
 
 @record_signature
 def clip(x: Tensor, low: Operand | None = None, high: Operand | None = None) -> Tensor:
-    """`x` kept between two 0-d bounds, either of which may be left out."""
+    """`x` clamped between two optional 0-d bounds."""
     return op("Clip", x, low, high)
 
 
 @record_signature
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """Gaussian error linear unit, exact or by `tanh`."""
+    """Gaussian error linear unit, exact or with the `tanh` approximation."""
     return op("Gelu", x, approximate=approximate)
 
 
@@ -153,5 +153,5 @@ def prelu(x: Tensor, slope: Operand) -> Tensor:
 
 @record_signature
 def hardsigmoid(x: Tensor, alpha: float = 1 / 6, beta: float = 0.5) -> Tensor:
-    """`alpha * x + beta` kept between 0 and 1."""
+    """`alpha * x + beta`, clamped between 0 and 1."""
     return op("HardSigmoid", x, alpha=float(alpha), beta=float(beta))

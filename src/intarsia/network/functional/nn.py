@@ -50,7 +50,7 @@ def conv(
     dilations: Sequence[int],
     groups: int = 1,
 ) -> Tensor:
-    """Convolution of N, C, ... by a weight O, C/groups, ...; `pads` holds all begins, then all ends."""
+    """Convolution of (N, C, ...) with a weight (O, C/groups, ...). `pads` has all begins, then all ends."""
     return op(
         "Conv",
         x,
@@ -76,7 +76,7 @@ def conv_transpose(
     output_padding: Sequence[int],
     groups: int = 1,
 ) -> Tensor:
-    """Transposed convolution by a weight C, O/groups, ..."""
+    """Transposed convolution with a weight (C, O/groups, ...)."""
     return op(
         "ConvTranspose",
         x,
@@ -102,7 +102,7 @@ def max_pool(
     ceil_mode: bool = False,
     with_indices: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Largest element of each window and, if asked, where it is in the whole flattened tensor."""
+    """Largest element of each window and, with `with_indices`, its index in the flattened tensor."""
     return ops(
         "MaxPool",
         x,
@@ -141,19 +141,19 @@ def average_pool(
 def batch_norm(
     x: Tensor, scale: Operand, bias: Operand, mean: Operand, var: Operand, epsilon: float
 ) -> Tensor:
-    """Normalise each channel by statistics that are given."""
+    """Normalize each channel with the given statistics."""
     return op("BatchNormalization", x, scale, bias, mean, var, epsilon=float(epsilon))
 
 
 @record_signature
 def instance_norm(x: Tensor, scale: Operand, bias: Operand, epsilon: float) -> Tensor:
-    """Normalise each channel of each sample by its own statistics."""
+    """Normalize each channel of each sample with its own statistics."""
     return op("InstanceNormalization", x, scale, bias, epsilon=float(epsilon))
 
 
 @record_signature
 def group_norm(x: Tensor, scale: Operand, bias: Operand, groups: int, epsilon: float) -> Tensor:
-    """Normalise groups of channels of each sample; scale and bias per channel."""
+    """Normalize groups of channels of each sample; scale and bias are per channel."""
     return op("GroupNormalization", x, scale, bias, num_groups=groups, epsilon=float(epsilon))
 
 
@@ -161,7 +161,7 @@ def group_norm(x: Tensor, scale: Operand, bias: Operand, groups: int, epsilon: f
 def layer_norm(
     x: Tensor, scale: Operand, bias: Operand | None, *, axis: int = -1, epsilon: float = 1e-5
 ) -> Tensor:
-    """Normalise over the dimensions from `axis` on."""
+    """Normalize over the dimensions from `axis` on."""
     return op("LayerNormalization", x, scale, bias, axis=axis, epsilon=float(epsilon))
 
 
@@ -181,11 +181,11 @@ def attention(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Scaled dot-product attention over (batch, heads, length, width); fewer k/v heads are shared."""
+    """Scaled dot-product attention over (batch, heads, length, width); fewer heads of k and v are shared."""
     return op("Attention", q, k, v, mask, scale=scale, is_causal=1 if is_causal else None)
 
 
 @record_signature
 def grid_sample(x: Tensor, grid: Tensor, *, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
-    """Sample `x` at positions given in -1..1."""
+    """Sample `x` at positions between -1 and 1."""
     return op("GridSample", x, grid, mode=mode, padding_mode=padding_mode, align_corners=int(align_corners))

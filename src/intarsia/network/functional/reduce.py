@@ -49,7 +49,7 @@ def argmin(x: Tensor, axis: int, *, keepdims: bool = False) -> Tensor:
 def topk(
     x: Tensor, k: Size, axis: int = -1, *, largest: bool = True, sorted: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The k largest (or smallest) elements and where they are."""
+    """The k largest (or smallest) elements and their indices."""
     values, indices = ops(
         "TopK", x, size_vector([k]), outputs=2, axis=axis, largest=int(largest), sorted=int(sorted)
     )
@@ -64,11 +64,11 @@ def cumsum(x: Tensor, axis: int) -> Tensor:
 
 @record_signature
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Exponentials that sum to one along an axis."""
+    """Softmax along an axis."""
     return op("Softmax", x, axis=axis)
 
 
 @record_signature
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """The logarithm of softmax, stable."""
+    """The logarithm of softmax, numerically stable."""
     return op("LogSoftmax", x, axis=axis)

@@ -1,4 +1,4 @@
-"""Functionals that move elements around: reshape, transpose, concat, slice, gather, scatter, pad."""
+"""Functionals that move elements: reshape, transpose, concat, slice, gather, scatter, pad."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from intarsia.network.functional.core import DTypeLike, Operand, Scalar, as_dtyp
 from intarsia.network.network import Tensor
 from intarsia.network.signature import record_signature
 
-Size = int | Tensor  # a size known now, or a 0-d int64 tensor
+Size = int | Tensor  # a constant size, or a 0-d int64 tensor
 
 
 def size_vector(sizes: Sequence[Size]) -> Tensor:
-    """A vector of sizes, constant where all are known."""
+    """A vector of sizes, constant if all are."""
     if all(isinstance(size, int) for size in sizes):
         return ints([int(size) for size in sizes])  # type: ignore[arg-type]
     parts = [ints([size]) if isinstance(size, int) else op("Unsqueeze", size, ints([0])) for size in sizes]
@@ -37,7 +37,7 @@ def size(x: Tensor, axis: int) -> Tensor:
 
 @record_signature
 def reshape(x: Tensor, sizes: Sequence[Size] | Tensor, *, keep_zeros: bool = False) -> Tensor:
-    """`x` with other sizes; one may be -1. A size of 0 means 0, or with `keep_zeros` x's own size there."""
+    """`x` with other sizes; one may be -1. A 0 means 0, or x's own size at that axis with `keep_zeros`."""
     target = sizes if isinstance(sizes, Tensor) else size_vector(sizes)
     if keep_zeros:
         return op("Reshape", x, target)
@@ -45,7 +45,7 @@ def reshape(x: Tensor, sizes: Sequence[Size] | Tensor, *, keep_zeros: bool = Fal
     zero = known is not None and 0 in known
     if not zero and known is not None:
         return op("Reshape", x, target)
-    # ONNX reads a 0 as "copy the input's size" unless told otherwise; a -1 and a 0 do not go together.
+    # ONNX reads a 0 as "copy the input's size" unless `allowzero` is set, which excludes a -1.
     if known is not None and -1 in known:
         known = np.where(known == -1, _missing_size(x, known), known)
         return op("Reshape", x, ints([int(d) for d in known]), allowzero=1)
@@ -54,7 +54,7 @@ def reshape(x: Tensor, sizes: Sequence[Size] | Tensor, *, keep_zeros: bool = Fal
 
 
 def _missing_size(x: Tensor, wanted: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> int:
-    # An empty tensor: torch takes 0 for the size left open when the others leave no choice.
+    # Of an empty tensor: torch takes 0 for the open size if the others leave no choice.
     rest = int(np.prod([int(d) for d in wanted if d != -1]))
     total = int(np.prod([int(d) for d in x.shape]))  # type: ignore[arg-type]
     return total // rest if rest else 0
@@ -68,7 +68,7 @@ def transpose(x: Tensor, order: Sequence[int]) -> Tensor:
 
 @record_signature
 def unsqueeze(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """`x` with dimensions of size 1 put in."""
+    """`x` with dimensions of size 1 inserted."""
     return op("Unsqueeze", x, ints(axes))
 
 
@@ -80,7 +80,7 @@ def squeeze(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 @record_signature
 def expand(x: Tensor, sizes: Sequence[Size] | Tensor) -> Tensor:
-    """`x` broadcast to these sizes (both ways, as ONNX does)."""
+    """`x` broadcast to these sizes. As in ONNX, sizes of 1 are broadcast to x's own."""
     return op("Expand", x, sizes if isinstance(sizes, Tensor) else size_vector(sizes))
 
 
@@ -92,13 +92,13 @@ def tile(x: Tensor, repeats: Sequence[Size]) -> Tensor:
 
 @record_signature
 def concat(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """Tensors one after the other along an axis."""
+    """Tensors concatenated along an axis."""
     return op("Concat", *tensors, axis=axis)
 
 
 @record_signature
 def split(x: Tensor, sizes: Sequence[int], axis: int) -> tuple[Tensor, ...]:
-    """`x` cut along an axis into pieces of these sizes."""
+    """`x` split along an axis into pieces of these sizes."""
     return ops("Split", x, ints(sizes), outputs=len(sizes), axis=axis)
 
 
@@ -121,13 +121,13 @@ def gather(x: Tensor, indices: Operand, axis: int = 0) -> Tensor:
 
 @record_signature
 def gather_elements(x: Tensor, indices: Tensor, axis: int) -> Tensor:
-    """Element by element look-up along an axis."""
+    """Elements of `x` along an axis, one for each index, as torch.gather."""
     return op("GatherElements", x, indices, axis=axis)
 
 
 @record_signature
 def gather_nd(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
-    """Look-up by index tuples in the last dimension of `indices`."""
+    """Slices of `x` at the index tuples in the last dimension of `indices`."""
     return op("GatherND", x, indices, batch_dims=batch_dims or None)
 
 
@@ -163,7 +163,7 @@ def full(sizes: Sequence[Size], value: Scalar, dtype: DTypeLike) -> Tensor:
 
 @record_signature
 def arange(start: Operand, end: Operand, step: Operand, dtype: DTypeLike) -> Tensor:
-    """Numbers from `start` up to, not including, `end`."""
+    """Numbers from `start` to `end`, without `end`."""
     wanted = as_dtype(dtype)
 
     def number(value: Operand) -> Tensor:
@@ -176,7 +176,7 @@ def arange(start: Operand, end: Operand, step: Operand, dtype: DTypeLike) -> Ten
 
 @record_signature
 def nonzero(x: Tensor) -> Tensor:
-    """Indices of the elements that are not zero, one column an element."""
+    """Indices of the nonzero elements, one column for each."""
     return op("NonZero", x)
 
 

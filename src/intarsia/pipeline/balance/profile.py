@@ -1,4 +1,8 @@
-"""What each layer costs: time, measured; memory, by what stays alive for the backward pass."""
+"""What each layer costs: time, measured; memory, by what stays alive for the backward pass.
+
+Layers are no nodes of a graph (`stages/profile.py`): a layer stashes and pops skips, may hand on any objects,
+is timed as a whole for its share of a budget, and its time is kept on disk by its code.
+"""
 
 from __future__ import annotations
 

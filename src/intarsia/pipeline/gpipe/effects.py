@@ -116,6 +116,9 @@ def versions(batch: Batch) -> list[int]:
 def trial(model: nn.Module) -> Iterator[None]:
     """Put back the buffers, also those that the model rebinds, and the random state.
 
+    Not every attribute, as `capture.protect.undisturbed` does: a stage may be sharded, and FSDP exchanges its
+    parameters in a forward pass. Nor are tensors exchanged as by `replayed`: others may hold the same ones.
+
     >>> norm = nn.BatchNorm1d(2)
     >>> with trial(norm):
     ...     norm(torch.randn(4, 2)).shape

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from intarsia.capture.protect import kept_random_state
 from intarsia.errors import CaptureError
 from intarsia.pipeline.gpipe.effects import trial
 
@@ -128,7 +129,7 @@ def _nothing_depends(one: ExportedProgram, other: ExportedProgram) -> bool:
 def no_other_dice() -> Iterator[None]:
     """Refuse what draws numbers of Python or NumPy, or sets torch's generator; put their state back."""
     numpy = sys.modules.get("numpy")
-    before, seed, torch_state = random.getstate(), torch.initial_seed(), torch.get_rng_state()
+    before, seed = random.getstate(), torch.initial_seed()
     array = None if numpy is None else numpy.random.get_state()
     set_state = torch.set_rng_state
     put_back: list[torch.Tensor] = []
@@ -137,19 +138,16 @@ def no_other_dice() -> Iterator[None]:
         put_back.append(new_state)
         set_state(new_state)
 
-    torch.set_rng_state = noticed  # what `fork_rng` calls at its end
-    try:
-        yield
-        drew = random.getstate() != before
-        if numpy is not None and array is not None:
-            drew |= not all(map(numpy.array_equal, array, numpy.random.get_state()))
-        reseeded = torch.initial_seed() != seed
-    finally:
-        torch.set_rng_state = set_state
-        random.setstate(before)
-        torch.set_rng_state(torch_state)
-        if numpy is not None:
-            numpy.random.set_state(array)
+    with kept_random_state():
+        torch.set_rng_state = noticed  # what `fork_rng` calls at its end
+        try:
+            yield
+            drew = random.getstate() != before
+            if numpy is not None and array is not None:
+                drew |= not all(map(numpy.array_equal, array, numpy.random.get_state()))
+            reseeded = torch.initial_seed() != seed
+        finally:
+            torch.set_rng_state = set_state
     if reseeded:
         raise CaptureError("it calls torch.manual_seed, which tracing would omit")
     if put_back:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.capture.export_context import kept_messages, short_stack_traces
 from intarsia.capture.output_objects import opening
-from intarsia.errors import CaptureError
+from intarsia.errors import CaptureError, error_text
 from intarsia.graph.alias import memory_of
 from intarsia.pipeline.stages.behaviour import export_without_chance, trace_without_counters
 from intarsia.pipeline.stages.signature import Axes
@@ -110,8 +110,7 @@ def export_model(
         _drop_guards(program.graph_module)
         _write_buffers_early(program.graph)
         return program, tuple(dict.fromkeys(names))
-    first = str(reason).strip().splitlines()
-    raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
+    raise CaptureError(error_text(reason)) from reason
 
 
 def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes) -> Any:

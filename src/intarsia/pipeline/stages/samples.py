@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.export_context import kept_messages
+from intarsia.capture.protect import evaluating
 from intarsia.compare import disagreement
-from intarsia.errors import DifferenceWarning
+from intarsia.errors import DifferenceWarning, error_text
 from intarsia.graph.nodes import whereabouts
 from intarsia.graph.rows import Doubt, doubt_about
 from intarsia.pipeline.gpipe.effects import trial
@@ -109,7 +110,7 @@ def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
 
     modes = [False, True] if model.training and not _has_batch_norm(model) else [False]
     for mode in modes:
-        with trial(model), _mode(model, mode), torch.no_grad():
+        with trial(model), nullcontext() if mode else evaluating(model), torch.no_grad():
             state = torch.get_rng_state()
             whole, halves = _attempt(leaves, axes, lambda lanes: [answers(lane) for lane in lanes])
             if not torch.equal(state, torch.get_rng_state()):
@@ -170,8 +171,8 @@ def _attempt(
             return one, halves
         except Exception as failure:  # whatever a model says to values or lengths that it does not take
             error = failure
-    said = next(iter(str(error).splitlines()), "")
-    raise Incomparable(f"the model does not run on twice the batch ({type(error).__name__}: {said})")
+    assert error is not None
+    raise Incomparable(f"the model does not run on twice the batch ({error_text(error)})")
 
 
 def _other_values(tensor: Tensor, axis: int, bold: bool) -> Tensor:
@@ -314,16 +315,3 @@ _DROPOUTS = {
 
 def _has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Any:
-    """Evaluation mode for a while, or the modes that the modules have."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        if not training:
-            model.eval()
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -149,17 +149,11 @@ def measure_passes(stage: Stage, values: Sequence[Any], repeats: int) -> tuple[P
         forward = backward = 0.0
         flying = []
         for _ in range(IN_FLIGHT):
-            # Copies: the program may change what it takes in place, which autograd forbids to a leaf.
-            known = {value_name(s): _copy(v) for s, v in zip(form.takes, map(_alias, values), strict=True)}
-            known |= {name: _copy(w) if name in form.written else w for name, w in weights.items()}
-            arguments = [known[name] for name in form.arguments]
-            begin = synchronized(arguments)
+            states = {name: _copy(w) if name in form.written else w for name, w in weights.items()}
             with torch.enable_grad():
-                results = stage.program(*arguments)
-            forward += synchronized(arguments) - begin
-            known.update(zip(form.results, results, strict=True))
-            gives = [known[value_name(spec)] for spec in form.gives]
-            roots = [v for v in gives if isinstance(v, torch.Tensor) and v.requires_grad]
+                gives, took = _run(stage, list(map(_alias, values)), states)
+            forward += took
+            roots = _growing(gives)
             flying.append((roots, [torch.ones_like(r) for r in roots]))
         for roots, grads in flying:
             begin = synchronized(roots)
@@ -183,11 +177,14 @@ def share_apart(trace: Trace, tensors: Sequence[torch.Tensor], costs: Sequence[C
     if place is None:
         return 0.0
     first, second = build_stages(trace, [place])
-    values = [_leaf(v) for v in _run(first, tensors, torch.no_grad())[1]]
+    with torch.no_grad():
+        values = [_leaf(v) for v in _run(first, tensors, _own_states(first))[0]]
 
     def run() -> _Graph:
-        learning, gives = _run(second, values, torch.enable_grad())
-        return _Graph(_growing(values), learning, _growing(gives))
+        states = _own_states(second)
+        with torch.enable_grad():
+            gives, _ = _run(second, values, states)
+        return _Graph(_growing(values), _growing([*states.values()]), _growing(gives))
 
     whole, apart = _backward_both_ways(run, repeats)
     return max(0.0, apart / (whole or 1.0) - 1.0)
@@ -259,18 +256,28 @@ def _two_parts() -> Any:
     return _backward.stage_backward_input, _backward.stage_backward_weight
 
 
-def _run(stage: Stage, values: Sequence[Any], mode: Any) -> tuple[list[torch.Tensor], Sequence[Any]]:
-    """Run a stage on parameters of its own memory; those that learn, and what the stage gives."""
+def _run(
+    stage: Stage, values: Sequence[Any], states: Mapping[str, torch.Tensor]
+) -> tuple[Sequence[Any], float]:
+    """What a stage gives for these values and states, and the seconds that it took."""
     form = stage.form
-    weights: dict[str, Any] = {
+    # Copies: the program may change what it takes in place, which autograd forbids to a leaf.
+    known = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)}
+    known.update(states)
+    arguments = [known[name] for name in form.arguments]
+    begin = synchronized(arguments)
+    results = stage.program(*arguments)
+    seconds = synchronized(arguments) - begin
+    known.update(zip(form.results, results, strict=True))
+    return [known[value_name(spec)] for spec in form.gives], seconds
+
+
+def _own_states(stage: Stage) -> dict[str, torch.Tensor]:
+    """Parameters that autograd takes for leaves of their own, and copies of the rest."""
+    return {
         name: torch.nn.Parameter(s.detach()) if s.requires_grad else s.clone()
         for name, s in stage.states().items()
     }
-    known = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)} | weights
-    with mode:
-        results = stage.program(*(known[name] for name in form.arguments))
-    known.update(zip(form.results, results, strict=True))
-    return [w for w in weights.values() if w.requires_grad], [known[value_name(spec)] for spec in form.gives]
 
 
 def synchronized(values: Sequence[Any]) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from intarsia.errors import CaptureError
+from intarsia.errors import CaptureError, error_text
 from intarsia.graph.line import Line
 from intarsia.graph.piece import pieces_at, relayed
 from intarsia.pipeline.cost import Cost
@@ -173,7 +173,7 @@ def _attempt(
     try:
         graph = trace_without_counters(traced, model, (), {**fixed, **tensors})
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return error_text(error)
     held = [n for n in graph.nodes if n.op == "get_attr"]
     if any("_tensor_constant" in str(n.target) for n in held):
         return "it makes tensors of its own that tracing would freeze"

@@ -7,6 +7,7 @@ aligned, as it does in PyTorch's own kernels for masks.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -31,21 +32,13 @@ def masked_attention(
     """Attention with a mask, whose heads may share keys; a row that sees nothing gives zeros."""
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if has_kernels(query):
-        from intarsia.engines.kernels.attention import masked_attention as kernel
+        from intarsia.engines.triton_kernels.attention import masked_attention as kernel
 
         return kernel(_rows(query), _rows(key), _rows(value), mask, scale)
     made = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask.expand(shape), scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return made.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@masked_attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    rows, heads, queries, size = query.shape
-    return query.new_empty(rows, queries, heads, size).transpose(1, 2)
 
 
 @torch.library.custom_op("intarsia::token_attention", mutates_args=())
@@ -63,7 +56,7 @@ def token_attention(
     The mask is (rows or 1, 1, 1, places of the cache + 1).
     """
     if has_kernels(query):
-        from intarsia.engines.kernels.attention import token_attention as kernel
+        from intarsia.engines.triton_kernels.attention import token_attention as kernel
 
         past_keys, past_values, new_key, new_value = (
             _rows(x) for x in (past_keys, past_values, new_key, new_value)
@@ -76,18 +69,11 @@ def token_attention(
     return made.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+@masked_attention.register_fake
 @token_attention.register_fake
-def _(
-    query: torch.Tensor,
-    past_keys: torch.Tensor,
-    past_values: torch.Tensor,
-    new_key: torch.Tensor,
-    new_value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    rows, heads, _, size = query.shape
-    return query.new_empty(rows, 1, heads, size).transpose(1, 2)
+def _(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Both lay out heads innermost but one, as the next layer reads them."""
+    return query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
 
 
 @torch.library.custom_op("intarsia::row_product", mutates_args=())
@@ -105,7 +91,7 @@ def row_product(
     With `gated` the weight's second half is gated by its first: `silu(first) * second`.
     """
     if x.is_cuda:
-        from intarsia.engines.kernels.products import row_product as kernel
+        from intarsia.engines.triton_kernels.products import row_product as kernel
 
         bias, norm, residual = (
             None if given is None else given.contiguous() for given in (bias, norm, residual)

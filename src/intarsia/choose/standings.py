@@ -1,0 +1,134 @@
+"""The plans that a search has built, their measured times, and the races between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from intarsia.choose.candidate import Built, Sample
+from intarsia.choose.findings import Trial, is_decided, winner
+from intarsia.choose.measured import Measured
+from intarsia.choose.race import (
+    SPREAD_ROUNDS,
+    SURE_ROUNDS,
+    Progress,
+    is_quick,
+    least_rounds,
+    race_plans,
+)
+from intarsia.errors import EngineError
+
+FAR = 1.6  # plans this slow in two rounds leave the race, and no options of them are tried
+_ROUNDS = 20  # of the race that decides
+_AHEAD = 1.03  # another plan's median is faster than the selected plan's by this factor
+
+
+@dataclass
+class Standings:
+    """Plans by name: what was built, what a call takes, and which are far behind."""
+
+    measured: Measured
+    sample: Sample
+    progress: Progress
+    built: dict[str, Built] = field(default_factory=dict, init=False)
+    trials: dict[str, Trial] = field(default_factory=dict, init=False)
+    behind: set[str] = field(default_factory=set, init=False)  # which do not run in the last race
+    left_out: list[str] = field(default_factory=list, init=False)  # what was not measured, and why
+    complete: bool = field(default=True, init=False)  # whether a larger budget would measure no more
+
+    def last_race(self, names: Sequence[str]) -> None:
+        """The race that decides; once more where another plan seems faster than the selected one.
+
+        With dropped plans, where the machine was so busy that one of them may be faster; or with
+        only those that are ahead in the median, but did not win three rounds of four.
+        """
+        # They were 15 of the 52 s of CPU time that BERT with sizes that vary was compiled for, in 20 rounds.
+        is_long = self.measured.budget_s is None and not is_quick(names, self.trials, _ROUNDS)
+        rounds = SURE_ROUNDS if is_long else _ROUNDS
+        self.race(names, final=True, rounds=rounds, share=0.2)
+        kept = self.trials[self.leader()]
+        standing = [trial for trial in self.trials.values() if trial.name in self.built]
+        again = [trial.name for trial in standing if trial.final or self._may_beat(trial, kept)]
+        if all(self.trials[name].final for name in again):
+            again = [kept.name, *(t.name for t in standing if t.final and t.median * _AHEAD < kept.median)]
+        if len(again) > 1 and self.fits_a_race(again):
+            # Rounds of different races are not compared.
+            self.trials = {name: replace(trial, final=False) for name, trial in self.trials.items()}
+            self.race(again, final=True, rounds=rounds, share=0.2)
+
+    def fits_a_race(self, names: Sequence[str]) -> bool:
+        """Whether there is time for three more rounds, or they take little and a spread is not known yet."""
+        took = SPREAD_ROUNDS * sum(self.trials[name].median for name in names)
+        shown = min(len(self.trials[name].seconds) for name in names) >= SPREAD_ROUNDS
+        return took < self.progress.left_s or (not shown and is_quick(names, self.trials))
+
+    def quickest_call(self, built: Built) -> float:
+        """About what a call takes, to see whether a plan is worth more work; infinite where it fails."""
+        call, failed = {"": built.call(self.sample)}, dict[str, Exception]()
+        race = race_plans(call, self.measured.objective, rounds=2, least=1, budget_s=0.0, failed=failed)
+        return min(race.get("", (math.inf,)))
+
+    def race(self, names: Sequence[str], *, final: bool, rounds: int, share: float) -> None:
+        """Measure plans end to end, in turns."""
+        self.progress.tell(f"measuring {', '.join(names)}")
+        calls = {name: self.built[name].call(self.sample) for name in names}
+        left = max(self.progress.left_s, 0.0)
+        budget = min(self.progress.budget_s * share, left) if self.measured.budget_s else left / 2
+        failed: dict[str, Exception] = {}
+        took = race_plans(
+            calls,
+            self.measured.objective,
+            rounds=rounds,
+            least=least_rounds(names, self.trials, self.measured.budget_s or 0.0) if final else 1,
+            budget_s=budget,
+            drop=FAR,
+            failed=failed,
+            known_s={name: self.trials[name].quickest for name in names if name in self.trials},
+            is_decided=partial(self._is_decided, rounds) if final else None,
+        )
+        for name, error in failed.items():
+            self.left_out.append(f"{name}: it failed during measurement: {type(error).__name__}: {error}")
+            del self.built[name]
+            self.trials.pop(name, None)
+        if not took:
+            raise EngineError(f"every plan failed during measurement: {'; '.join(self.left_out)}")
+        for name, seconds in took.items():
+            before = self.trials.get(name)
+            self.trials[name] = self.built[name].trial(seconds, final=final, before=before)
+        lead = min(took, key=lambda name: self.trials[name].median)
+        self.progress.best(lead, self.trials[lead].median)
+
+    def _is_decided(self, rounds: int, took: Mapping[str, Sequence[float]]) -> bool:
+        entries = [self.built[name].trial(tuple(seconds), final=True).entry for name, seconds in took.items()]
+        return is_decided(entries, rounds, usual=next(iter(self.trials)))
+
+    def close(self, times: float) -> list[str]:
+        """The plans within so many times the best, in order, by quickest rounds: few have no safe middle."""
+        ranked = sorted(self.trials.values(), key=lambda trial: min(trial.seconds))
+        limit = min(ranked[0].seconds) * times
+        return [trial.name for trial in ranked if min(trial.seconds) <= limit]
+
+    def _may_beat(self, trial: Trial, kept: Trial) -> bool:
+        """Whether a dropped plan seems faster, and is not far behind the quickest round of all."""
+        best = min(other.quickest for other in self.trials.values())
+        return trial.quickest < min(kept.median, FAR * best)
+
+    @property
+    def near(self) -> dict[str, Built]:
+        """The plans that stand, but for those far behind."""
+        return {name: built for name, built in self.built.items() if name not in self.behind}
+
+    def leader(self) -> str:
+        """The plan that the measurements so far select; of races, the deciding one counts."""
+        decided = [trial for trial in self.trials.values() if trial.final]
+        measured = [trial for trial in decided or self.trials.values() if trial.name in self.built]
+        if not measured:
+            return next(iter(self.built))
+        return winner([trial.entry for trial in measured], usual=next(iter(self.trials))).name
+
+    def leave_out(self, reason: str) -> None:
+        """Note what a larger budget would measure."""
+        self.left_out.append(reason)
+        self.complete = False
