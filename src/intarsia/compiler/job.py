@@ -57,23 +57,18 @@ from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.refit import Refit, same_cuts
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines, with_short_engines, with_unasked_engines
-from intarsia.errors import (
-    InputError,
-    PartitionError,
-)
+from intarsia.errors import InputError, PartitionError
 from intarsia.logs import LOG, log_refusals, stage
 from intarsia.lower import Lowered
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.model import lower_model
-from intarsia.memory import release_freed, release_mapped
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Plan, SupportTable
 from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table
-from intarsia.plain_tensors import plain_tensors
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.freshness import weights_of
+from intarsia.runtime.weights import release_memory
 
 
 def prepare(
@@ -161,13 +156,13 @@ class CompileJob:
         try:
             return self._run()
         finally:
-            self._release()
+            release_memory(self._module)
 
     def _run(self) -> Compiled:
         captured = self.capture()
-        release_freed()  # what a layer unpacks of its weights, many times as large
+        release_memory(None)  # what a layer unpacks of its weights, many times as large
         graph = self.lower(captured)
-        self._release()
+        release_memory(self._module)
         cache = self.cache_entry(graph)
         earlier = cache.module(self._module, graph.lowered)
         if earlier is not None:
@@ -176,7 +171,7 @@ class CompileJob:
         if graph.fault is not None:
             return self.as_it_is(graph, graph.fault)
         support = self.support(graph)
-        self._release()
+        release_memory(self._module)
         if support.measured is None:
             compiled = self.build(graph, support)
         else:
@@ -188,14 +183,6 @@ class CompileJob:
         if verified is compiled:
             self.store(cache, graph, compiled)
         return self.finish(graph, verified)
-
-    def _release(self) -> None:
-        """Give back memory that the process can do without, the weights of a file among it."""
-        release_freed()
-        if self._module is not None:
-            release_mapped(
-                part for weight in weights_of(self._module) for part in plain_tensors(weight.tensor)
-            )
 
     @stage("running the model")
     def capture(self) -> Captured:
