@@ -13,7 +13,7 @@ import intarsia
 
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # Kernels for GPUs need Triton, which torch's CPU builds lack; tests/gpu runs them.
-_LACKING = () if find_spec("triton") else ("intarsia.engines.kernels.",)
+_LACKING = () if find_spec("triton") else ("intarsia.engines.triton_kernels.",)
 _MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(intarsia.__path__, "intarsia.")

@@ -9,12 +9,13 @@ consecutive columns of a row:
 
 Blocks have 16, 32, 64, 128 or 256 columns, as kernels want them, or are rows.
 
-The matcher of `lower/packing.py` puts the operators into a graph; converters take them, PyTorch runs them.
-They consist of operators of torch, so that compilers see through them.
+The matchers of `lower/packing.py` and `lower/integer_products.py` put the operators into a graph; converters
+take them, PyTorch runs them. They consist of operators of torch, so that compilers see through them.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -61,6 +62,31 @@ def _embedding(
     return dequantized(blocks, scales, zeros, bits, dtype)
 
 
+def _integer_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, low: int, high: int, nan: int | None
+) -> torch.Tensor:
+    middle = low + 128  # of the integers, so that int8 holds them
+    integers = (torch.nan_to_num(x, nan or 0.0).round().clamp(low, high) - middle).to(torch.int8)
+    sums = torch._int_mm(integers.reshape(-1, x.shape[-1]), weight.t())
+    if middle:
+        sums = sums + weight.sum(1, dtype=torch.int32) * middle
+    result = sums.to(torch.promote_types(x.dtype, torch.float32))
+    result = result if scale is None else result * scale
+    if nan is None:
+        result = result.masked_fill(x.isnan().any(-1).reshape(-1, 1), torch.nan)
+    return result.reshape(*x.shape[:-1], weight.shape[0])
+
+
+@functools.cache
+def multiplies_integers_exactly() -> bool:
+    """Whether PyTorch's products of 8-bit integers do not saturate on this processor.
+
+    Without dot products of 8 bits (VNNI), kernels for x86 add pairs of products in 16 bits.
+    """
+    x = torch.tensor([127, -128], dtype=torch.int8).repeat_interleave(64).reshape(2, 64)
+    return torch.equal(torch._int_mm(x, x.t()), x.int() @ x.int().t())
+
+
 torch.library.define(
     "intarsia::quantized_linear",
     "(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, int bits) -> Tensor",
@@ -72,8 +98,23 @@ torch.library.define(
 )
 torch.library.impl("intarsia::quantized_embedding", "CompositeImplicitAutograd", _embedding)
 
+# Products of activations in 8 bits: `x` is in steps of their scale, and is rounded to integers from `low` to
+# `high`, NaN to `nan`; without that, NaN makes NaN. The weight is int8 of (rows, columns). The sum of their
+# products is exact, and is multiplied by `scale`, which has a number for each row.
+torch.library.define(
+    "intarsia::integer_linear",
+    "(Tensor x, Tensor weight, Tensor? scale, int low, int high, int? nan) -> Tensor",
+)
+torch.library.impl("intarsia::integer_linear", "CompositeImplicitAutograd", _integer_linear)
+
 LINEAR = torch.ops.intarsia.quantized_linear.default
 EMBEDDING = torch.ops.intarsia.quantized_embedding.default
+INTEGER_LINEAR = torch.ops.intarsia.integer_linear.default
+
+
+def is_integer_product(node: fx.Node) -> bool:
+    """Whether a node multiplies activations in 8 bits."""
+    return node.target is INTEGER_LINEAR
 
 
 def bits_of(node: fx.Node) -> int | None:

@@ -18,7 +18,7 @@ from intarsia.choose.findings import BlockCost
 from intarsia.choose.mixes import calibrated, path_cost, promising_mixes
 from intarsia.choose.search import Search
 from intarsia.convert import registry
-from intarsia.lower.generalize import lower_model
+from intarsia.lower.model import lower_model
 
 
 class Layer(nn.Module):

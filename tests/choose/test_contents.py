@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from intarsia.choose.memory import contents
 from intarsia.convert import registry
-from intarsia.lower.generalize import lower_model
+from intarsia.lower.model import lower_model
 
 
 def _graph(model: nn.Module, *args: torch.Tensor, dynamic_shapes: object = None) -> fx.GraphModule:

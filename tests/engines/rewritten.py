@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from intarsia.convert import registry
 from intarsia.engines.graph_rewrites import apply_rewrites
-from intarsia.lower.generalize import lower_model
+from intarsia.lower.model import lower_model
 
 
 def lowered(model: nn.Module, x: torch.Tensor) -> fx.GraphModule:

@@ -22,7 +22,7 @@ from intarsia.engines import (
     OpenVINOInt8Weights,
 )
 from intarsia.errors import InputError
-from intarsia.generation import compile as making
+from intarsia.generation import compile as job
 from intarsia.generation import programs
 from intarsia.generation.anatomy import anatomy_of
 from intarsia.generation.check import Checked
@@ -113,15 +113,15 @@ def test_errors_that_add_up_over_tokens(fits: str, short: list[str], monkeypatch
 
     def used(forward: Any) -> list[str]:
         own = {"prompt": forward.by_rows[1].prompt, "token": forward.by_rows[1].token}
-        return [part for part, made in own.items() if making.is_short(made)]
+        return [part for part, made in own.items() if job.is_short(made)]
 
     def check(forward: Any, *_: Any) -> Checked:
         wrong = [part for part in used(forward) if part != fits]
         return Checked(0.4, f"is off in the {wrong[0]}") if wrong else Checked(0.1)
 
-    monkeypatch.setattr(making.Making, "prompts", lambda self, options: {1: (program(options), None)})
-    monkeypatch.setattr(making.Making, "tokens", lambda self, options: {1: program(options)})
-    monkeypatch.setattr(making, "checked", check)
+    monkeypatch.setattr(job.GenerationJob, "prompts", lambda self, options: {1: (program(options), None)})
+    monkeypatch.setattr(job.GenerationJob, "tokens", lambda self, options: {1: program(options)})
+    monkeypatch.setattr(job, "checked", check)
     with intarsia.compile_generation(llama(), max_length=ROOM, tolerance=0.3) as made:
         assert used(made.forward) == short and made.error == 0.1 and made.forward.enabled
         assert (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from intarsia.engines.kernels import operators
+from intarsia.engines.triton_kernels import operators
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,7 +80,7 @@ def test_row_product(inner: int, outputs: int, gated: bool, around: bool) -> Non
 def test_tokens_are_drawn_as_transformers_draws_them(vocabulary: int, top_k: int, top_p: float) -> None:
     from transformers.generation import logits_process
 
-    from intarsia.engines.kernels.sampling import drawn_tokens
+    from intarsia.engines.triton_kernels.sampling import drawn_tokens
 
     logits = drawn(7, vocabulary, dtype=torch.float32) * 3
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_a_row_that_sees_nothing_gives_zeros() -> None:
 
 
 def test_logits_that_equal_the_last_one_are_all_drawn() -> None:
-    from intarsia.engines.kernels.sampling import drawn_tokens
+    from intarsia.engines.triton_kernels.sampling import drawn_tokens
 
     logits = torch.zeros(400, 10, device="cuda")
     assert set(drawn_tokens(logits, 3, 1.0).tolist()) == set(range(10))

@@ -20,7 +20,7 @@ from intarsia.graph.nodes import has_no_effect
 from intarsia.graph.piece import extract, pieces_at, place_of, places_of, plan_at
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import Segment
-from intarsia.lower.generalize import lower_model
+from intarsia.lower.model import lower_model
 from intarsia.pipeline import split
 from intarsia.pipeline.stages.trace import trace
 

@@ -164,12 +164,12 @@ def _forward(model: nn.Sequential) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (_replace_first, "the model itself holds other modules than when compiled"),
-        (_append, "the model itself holds other modules than when compiled"),
-        (_hook, "2 has a hook that it had not when compiled"),
-        (_own_hook, "the model itself has a hook that it had not when compiled"),
-        (_attribute, "1.inplace is another than when compiled"),
-        (_forward, "1.forward is another than when compiled"),
+        (_replace_first, "the model itself has other modules than when it was compiled"),
+        (_append, "the model itself has other modules than when it was compiled"),
+        (_hook, "2 has a hook that was added after compiling"),
+        (_own_hook, "the model itself has a hook that was added after compiling"),
+        (_attribute, "1.inplace has another value than when it was compiled"),
+        (_forward, "1.forward has another value than when it was compiled"),
     ],
 )
 def test_a_model_that_is_built_otherwise_is_told_once(

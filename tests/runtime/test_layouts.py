@@ -16,7 +16,7 @@ import intarsia
 from intarsia.archive.call import layouts_from_json, views_from_json
 from intarsia.backend import intarsia_backend
 from intarsia.errors import ArchiveError
-from intarsia.lower.output_views import laid_out, layout_of
+from intarsia.lower.result_memory import laid_out, layout_of
 
 ENGINES = ["onnxruntime", "openvino", "pytorch", "inductor"]
 

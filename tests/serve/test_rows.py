@@ -93,7 +93,7 @@ MIXED: dict[str, tuple[Function, str]] = {
     "the first few": (lambda m, x: x[:2].sum(0, keepdim=True) + x, "some rows"),
     "all but the last": (lambda m, x: functional.pad(x[:-1], (0, 0, 0, 0, 1, 0)), "some rows"),
     "the first row": (lambda m, x: x + x[0], "one row"),
-    "doubled": (lambda m, x: torch.cat([x, x])[: x.shape[0]], "one after the other"),
+    "doubled": (lambda m, x: torch.cat([x, x])[: x.shape[0]], "concatenates batches"),
     "batch norm by its own mean": (
         lambda m, x: functional.batch_norm(x, None, None, training=True),
         "batch_norm",

@@ -1,4 +1,4 @@
-"""The function Dynamo calls with every graph it captured."""
+"""The function that Dynamo calls with every captured graph."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def intarsia_backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile what Dynamo captured: `torch.compile(model, backend="intarsia", options={...})`.
+    """Compile a graph of Dynamo: `torch.compile(model, backend="intarsia", options={...})`.
 
     `options` are those of `intarsia.compile`. Parameters and buffers are constants of the program, which is
-    made again when they change; sizes that Dynamo made symbolic vary within the ranges of its guards. A graph
-    that needs gradients, or cannot be compiled, runs as captured; a warning says so once, and
-    `intarsia.backend.reports()` tells what each graph became.
+    compiled again when they change. Sizes that Dynamo made symbolic vary within the ranges of its guards. A
+    graph that needs gradients, or cannot be compiled, runs as captured. A warning says so once, and
+    `intarsia.backend.reports()` has a report for each graph.
     """
-    chosen = checked_options(mode, options)
+    compile_options = checked_options(mode, options)
     report = new_report(_where(module))
-    known = inputs_of(module, inputs)
-    call = GraphCall(module, known, chosen, autocast_now(), report)
+    dynamo_inputs = inputs_of(module, inputs)
+    call = GraphCall(module, dynamo_inputs, compile_options, autocast_now(), report)
     reason = _left_to_pytorch(module, inputs)
     if reason is None:
         call.prepare(inputs)

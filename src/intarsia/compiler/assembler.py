@@ -14,7 +14,7 @@ from intarsia.build.faithful import LoweredModel
 from intarsia.build.trial import Cases, rewriter
 from intarsia.engines import Engine, Program
 from intarsia.graph.nodes import uses_gpu
-from intarsia.lower.range_ends import between
+from intarsia.lower.size_examples import between
 from intarsia.options import CompileOptions
 from intarsia.partition import Piece, Plan, Strategy
 from intarsia.partition.support import refused_table

@@ -63,8 +63,8 @@ from intarsia.errors import (
 )
 from intarsia.logs import LOG, log_refusals, stage
 from intarsia.lower import Lowered
-from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import example_inputs
+from intarsia.lower.model import lower_model
 from intarsia.memory import release_freed
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Plan, SupportTable

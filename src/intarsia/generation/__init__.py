@@ -1,4 +1,4 @@
-"""Generation with Hugging Face models: programs for a prompt and for a token, and a cache they share."""
+"""Generation with Hugging Face models: programs for prompts and for single tokens, and their shared cache."""
 
 from intarsia.generation.archive import load as load
 from intarsia.generation.archive import save as save

@@ -1,4 +1,4 @@
-"""What generation has to know of a model: keys and values of its layers, windows, positions, its encoder."""
+"""The facts about a model that generation needs: keys and values, windows, positions, the encoder."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from transformers.cache_utils import (
 from intarsia.errors import InputError
 from intarsia.generation.attention import ALIGNED
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # names that transformers gives masks of layers
+FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of kinds of masks
 
 Heads = tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # (heads, size) of keys and values, by layer
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A decoder as one forward of it shows it, with an encoder or without."""
+    """The parts of a decoder, read from one run of it, and of its encoder if it has one."""
 
     heads: Heads
-    crossed: Heads  # of attention to an encoder's states; none without an encoder
+    crossed: Heads  # of the attention to an encoder's states; empty without an encoder
     dtype: torch.dtype
-    mask_dtype: torch.dtype  # booleans, or numbers that are added to scores
+    mask_dtype: torch.dtype  # booleans, or numbers that are added to the scores
     device: torch.device
-    windows: tuple[tuple[str, int | None], ...]  # each kind of layer there is, and how far it looks back
-    keeps: bool  # whether programs of prompts give logits of the last token alone
-    positioned: bool  # whether forward takes positions, else it counts what is in the cache
+    windows: tuple[tuple[str, int | None], ...]  # each kind of layer, and the length of its window
+    keeps: bool  # whether programs for prompts return the logits of the last token alone
+    positioned: bool  # whether forward takes positions; otherwise it counts the tokens in the cache
     source: Source | None
-    result: Callable[..., Any]  # the class of what forward returns
+    result: Callable[..., Any]  # the class of forward's result
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -50,34 +50,34 @@ class Anatomy:
 
     @property
     def alike(self) -> bool:
-        """Whether the layers' keys and values have the same sizes.
+        """Whether the keys and values of all layers have the same sizes.
 
-        Their memory is one tensor then, and so is what a token adds to it, by one copy.
+        Then their memory is one tensor, and one copy writes a token's keys and values to it.
         """
         return len({sizes for layer in self.heads for sizes in layer}) == 1
 
     @property
     def stacked(self) -> bool:
-        """Whether a token's program takes the memory of all layers as one tensor.
+        """Whether the program for a token takes the memory of all layers as one tensor.
 
-        That is less to pass to a GPU. A CPU's engines read each layer's part where it stands.
+        On a GPU this is less to pass. The engines of a CPU read each layer's part in place.
         """
         return self.device.type == "cuda" and self.alike
 
     def room(self, tokens: int) -> int:
-        """How many places the memory of a layer has, to hold so many tokens."""
+        """The length of a layer's memory that holds so many tokens."""
         return tokens if self.device.type == "cpu" else -(-tokens // ALIGNED) * ALIGNED
 
     def named(self, argument: str) -> str:
-        """What forward calls an argument of the decoder."""
+        """The name of a decoder's argument in `forward`."""
         return argument if self.source is None else f"decoder_{argument}"
 
     def empty(self, rows: int, room: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of every layer, zeros, for so many tokens."""
+        """Keys and values of every layer, filled with zeros, for `room` tokens."""
         return self._zeros(self.heads, rows, room)
 
     def empty_crossed(self, rows: int, room: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of an encoder's states for every layer, zeros."""
+        """Keys and values of an encoder's states for every layer, filled with zeros."""
         return self._zeros(self.crossed, rows, room)
 
     def _zeros(self, heads: Heads, rows: int, room: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -88,7 +88,7 @@ class Anatomy:
 
 
 def new_cache(model: Any) -> Cache:
-    """An empty cache, as `generate` makes it."""
+    """An empty cache, as `generate` creates it."""
     config = model.config.get_text_config(decoder=True)
     if not getattr(model.config, "is_encoder_decoder", False):
         return DynamicCache(config=config)
@@ -96,7 +96,7 @@ def new_cache(model: Any) -> Cache:
 
 
 def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> Anatomy:
-    """Look at a model by running it on two tokens; InputError where it is none that can be served."""
+    """The parts of a model, read from a run on two tokens; InputError if the model cannot be compiled."""
     if not isinstance(model, nn.Module) or not hasattr(model, "generate") or not hasattr(model, "config"):
         raise InputError(
             f"compile_generation takes a transformers model that generates, not a {type(model).__name__}"
@@ -105,7 +105,7 @@ def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> An
         raise InputError(f"{type(model).__name__} is in training; call eval() first")
     own: Any = model
     config = own.config.get_text_config(decoder=True)
-    attention = getattr(config, "_attn_implementation", None)  # transformers has no public name for it
+    attention = getattr(config, "_attn_implementation", None)  # transformers 5 has no public name for it
     if attention not in ("sdpa", "eager"):
         raise InputError(
             f"{type(model).__name__} has the attention {attention!r}; supported are 'sdpa' and 'eager'"
@@ -153,7 +153,7 @@ def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> An
 
 
 def _layers(model: Any, cache: Any) -> list[Any]:
-    """Layers that were filled: a cache may be made with as many as the encoder has."""
+    """The layers that the run filled, since a cache may have as many as the encoder."""
     known = (DynamicLayer, DynamicSlidingWindowLayer)
     if strange := {type(layer).__name__ for layer in cache.layers if type(layer) not in known}:
         raise InputError(f"the cache of {type(model).__name__} has layers of kind {', '.join(strange)}")
@@ -161,7 +161,7 @@ def _layers(model: Any, cache: Any) -> list[Any]:
 
 
 def _check_positions(model: Any, config: Any, source: Source | None, max_length: int) -> None:
-    """InputError where the model has no such position, or where positions change with the length."""
+    """InputError if the model has fewer positions, or positions that change with the length."""
     rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     for kind in ("dynamic", "longrope"):
         if f"'{kind}'" in rope:
@@ -170,7 +170,7 @@ def _check_positions(model: Any, config: Any, source: Source | None, max_length:
             )
     limit = getattr(config, "max_target_positions", getattr(config, "max_position_embeddings", None))
     if model.device.type != "cpu" or limit is None or max_length <= limit:
-        return  # a GPU does not live through an index out of range
+        return  # on a GPU, an index out of range would end the CUDA context
     last = torch.full((1, 1), max_length - 1)
     arguments: dict[str, Any] = {"input_ids": torch.zeros_like(last), "position_ids": last}
     if source is not None:
@@ -192,25 +192,25 @@ def _heads(layers: list[Any]) -> Heads:
 
 @dataclass(frozen=True)
 class Source:
-    """What an encoder is given, and how many states of it a decoder attends to."""
+    """The input of an encoder, and the number of its states that a decoder attends to."""
 
     argument: str  # of the encoder's forward
-    states: int  # at most; where `fixed`, always
-    fixed: bool  # always of that length, and without padding
-    shape: tuple[int, ...]  # of one row of what it reads, at most
-    hidden: int  # size of a state
+    states: int  # the largest number; if `fixed`, the only one
+    fixed: bool  # whether the number is always the same, without padding
+    shape: tuple[int, ...]  # the largest shape of one row of the input
+    hidden: int  # the size of a state
     result: Callable[..., Any]  # the class of what the encoder returns
 
     def example(self, rows: int, length: int, device: torch.device) -> torch.Tensor:
-        """So many rows to read: tokens 1, 2, 3 ..., or noise."""
+        """Rows of an example input: tokens 1, 2, 3 ..., or noise."""
         if self.fixed:
-            drawn = torch.randn(rows, *self.shape, generator=torch.Generator().manual_seed(0))
-            return drawn.to(device=device)
+            noise = torch.randn(rows, *self.shape, generator=torch.Generator().manual_seed(0))
+            return noise.to(device=device)
         return torch.arange(1, length + 1, device=device).expand(rows, length).contiguous()
 
 
 def source_of(model: Any, max_length: int, max_source: int | None) -> Source | None:
-    """What a model's encoder reads; None for a decoder; InputError where it is nothing that can be served."""
+    """The input of a model's encoder; None for a decoder; InputError for an encoder of another kind."""
     config = model.config
     if not getattr(config, "is_encoder_decoder", False):
         if max_source is not None:
@@ -228,7 +228,7 @@ def source_of(model: Any, max_length: int, max_source: int | None) -> Source | N
         shape = (states,)
     else:
         raise InputError(
-            f"the encoder of {type(model).__name__} reads {argument}; supported are tokens and sound"
+            f"the encoder of {type(model).__name__} reads {argument}; supported are tokens and audio features"
         )
     fixed = argument == "input_features"
     value = torch.zeros(1, *shape, dtype=model.dtype if fixed else torch.long, device=model.device)
@@ -249,13 +249,13 @@ _TOKENS = 4
 
 
 def counts_tokens(model: nn.Module, own: Callable[..., Any], anatomy: Anatomy, *, masked: bool) -> bool:
-    """Whether a forward gives the same with positions 0, 1, 2 ... as without any, at a prompt and a token.
+    """Whether forward gives the same with positions 0, 1, 2 ... as without any, for a prompt and a token.
 
-    OPT counts what the mask shows, RoBERTa begins after its padding id: of such models, programs answer only
-    calls that say which positions they mean.
+    OPT counts the tokens that the mask shows, and RoBERTa begins after its padding id. For such models,
+    programs answer only calls that pass positions.
     """
     if not anatomy.positioned:
-        return True  # nobody can say them, so programs were compared without
+        return True  # no call can pass positions, and programs were compared without them
     caches = [new_cache(model) for _ in range(2)]
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     ids = (torch.arange(_TOKENS + 1, device=anatomy.device) % vocabulary)[None]

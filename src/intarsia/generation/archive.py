@@ -1,4 +1,4 @@
-"""A model's programs for generation as one file, and their way back into a model of the same weights."""
+"""Saving a model's programs for generation, and loading them into a model with the same weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Program = Compiled | PartlyCompiled
 
 
 def save(generation: Generation, path: str | os.PathLike[str]) -> None:
-    """Write all programs into one file, each with its weights; a file that fails is deleted.
+    """Write all programs into one file, each with its weights. If saving fails, no file remains.
 
     >>> import os, tempfile
     >>> from intarsia import compile_generation, generation
@@ -55,9 +55,9 @@ def save(generation: Generation, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> Generation:
-    """Let `model`, which must have the weights that the programs were made of, generate by those of a file.
+    """Let `model` generate with the programs of a file. It must have the weights they were compiled for.
 
-    ArchiveError, and the model stays as it is, where the file or the weights do not fit.
+    If the file or the weights do not fit, ArchiveError is raised and the model is not changed.
     """
     name = type(model).__name__
     if not isinstance(model, nn.Module):
@@ -74,7 +74,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> Generation:
 
 
 def forward_to_json(forward: GeneratingForward, bundle: BundleWriter) -> dict[str, Json]:
-    """What a file says of a forward, whose programs go into the bundle."""
+    """The description of a forward in a file; its programs are added to the bundle."""
     if not forward.by_rows:
         raise ArchiveError(f"{forward.path} was restored; there is nothing to save")
 
@@ -108,9 +108,9 @@ def forward_to_json(forward: GeneratingForward, bundle: BundleWriter) -> dict[st
 def forward_from_json(
     where: str, model: nn.Module, description: Mapping[str, Any], bundle: Bundle
 ) -> tuple[GeneratingForward, float]:
-    """The forward of a model, of programs of the bundle, and its error.
+    """The forward of a model with programs of the bundle, and its error.
 
-    It is compared with the model's own, as when it was compiled: weights do not describe a model completely.
+    It is compared with the model's own forward, since equal weights do not mean equal models.
     """
     try:
         anatomy = anatomy_of(model, description["max_length"], description["max_source"])
@@ -145,7 +145,7 @@ def forward_from_json(
 
 
 def _description(anatomy: Anatomy) -> str:
-    """What programs were made for, as one line: keys and values, masks, dtypes, the device."""
+    """What programs were compiled for, as one line: keys and values, masks, dtypes, the device."""
     facts = asdict(anatomy)
     facts["result"] = anatomy.result.__name__
     facts["device"] = anatomy.device.type

@@ -1,7 +1,7 @@
-"""Attention as the compiled steps do it: of one token to a cache where it stands, and of a prompt.
+"""Attention in the compiled steps: of one token to a cache, and of a prompt.
 
-A token attends by two products over the memory and one over itself. `index_copy` or `cat` would copy the
-cache in every layer, and a mutated input would be returned whole.
+A token attends by products with the memory and with itself, which are not joined: `index_copy` or `cat` would
+copy the cache in every layer, and a program would return a mutated input whole.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from intarsia.engines.kernels.operators import has_kernels
-from intarsia.engines.kernels.operators import token_attention as kernel
+from intarsia.engines.triton_kernels.operators import has_kernels
+from intarsia.engines.triton_kernels.operators import token_attention as kernel
 from intarsia.generation.masks import hidden
 
 TOKEN, PROMPT = "intarsia_token", "intarsia_prompt"
-ALIGNED = 8  # elements of 16 bits: a row that begins elsewhere is read by slower kernels of a GPU
-_UNKNOWN = ("softcap", "s_aux", "head_mask")  # what `sdpa` of transformers does with these
+ALIGNED = 8  # elements of 16 bits; kernels of a GPU are slower for rows that begin elsewhere
+_UNKNOWN = ("softcap", "s_aux", "head_mask")  # arguments of transformers' `sdpa` without an equivalent here
 
 
 class Joined(NamedTuple):
-    """Keys or values that a cache holds, and those of the new token, not put into one tensor."""
+    """The keys or values of a cache and those of a new token, as two tensors."""
 
     past: torch.Tensor
     new: torch.Tensor
@@ -46,10 +46,10 @@ def token_attention(
     position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scores with the cache and with the token are put side by side, and the cache is not copied to do so.
+    """Attention of one token per row, which does not copy the cache.
 
-    Keys and values are `Joined`, or those of an encoder's states alone. Heads that share keys are rows of
-    one product, so that keys are not repeated for them either.
+    Keys and values are `Joined`, or tensors of an encoder's states. Heads that share keys are rows of one
+    product, so keys are not repeated.
     """
     _check(dropout, others)
     if (
@@ -65,12 +65,12 @@ def token_attention(
     rows, heads, _, size = query.shape
     groups = past_keys.shape[1]
     scale = size**-0.5 if scaling is None else scaling
-    asked = (query * scale).reshape(rows, groups, heads // groups, size)
-    scores = asked @ past_keys.transpose(2, 3)
+    queries = (query * scale).reshape(rows, groups, heads // groups, size)
+    scores = queries @ past_keys.transpose(2, 3)
     if isinstance(key, Joined):
-        scores = torch.cat([scores, (asked * key.new).sum(-1, keepdim=True)], -1)
+        scores = torch.cat([scores, (queries * key.new).sum(-1, keepdim=True)], -1)
     scores = scores.float()
-    # In bfloat16, a number that it holds: engines may then as well compute the softmax in it.
+    # bfloat16's lowest number for bfloat16, so that engines may compute the softmax in it.
     unseen = torch.finfo(torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32).min
     if position_bias is not None:  # (rows or 1, heads, 1, keys)
         scores = scores + position_bias.reshape(-1, groups, heads // groups, scores.shape[-1])
@@ -98,7 +98,7 @@ def prompt_attention(
     position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`sdpa` of transformers, without its question whether there is more than one token."""
+    """transformers' `sdpa` without its branch on whether there is more than one token."""
     _check(dropout, others)
     mask = attention_mask
     if position_bias is not None:
@@ -120,7 +120,7 @@ def _check(dropout: float, others: dict[str, Any]) -> None:
 
 @contextmanager
 def attending(model: Any, kind: str) -> Iterator[None]:
-    """Within it, the model's attention is of the kind `TOKEN` or `PROMPT`."""
+    """In the `with` block, the model uses the attention `TOKEN` or `PROMPT`."""
     before = model.config._attn_implementation  # transformers has no public name to read it by
     model.set_attn_implementation(kind)
     try:

@@ -1,4 +1,4 @@
-"""What a call of a model's forward asks for; InputError says why no program was compiled for it."""
+"""The arguments of a forward call; InputError if no program is compiled for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from intarsia.errors import InputError
 from intarsia.generation.anatomy import Anatomy, new_cache
 
-_TAKEN = ("past_key_values", "use_cache", "return_dict")
+_OTHERS = ("past_key_values", "use_cache", "return_dict")
 _OF_DECODER = ("input_ids", "attention_mask", "position_ids")
 _IF_FALSE = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -27,19 +27,19 @@ class Call:
     positions: torch.Tensor | None
     cache: Cache
     returns_dict: bool
-    kept: int  # logits of so many last tokens; 0: of all
-    encoded: tuple[Any, ...] = ()  # what an encoder gave: states, and hidden states and attentions if asked
+    kept: int  # the number of last tokens whose logits are wanted; 0: all
+    encoded: tuple[Any, ...] = ()  # an encoder's states, and its hidden states and attentions or None
     source_mask: torch.Tensor | None = None
 
 
 def arguments(
     signature: inspect.Signature, config: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What is given to a forward by name, without None and what is asked for by False."""
+    """The arguments of a forward by name, without those that are None or False."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise InputError(str(error)) from error  # the model's own forward raises it
+        raise InputError(str(error)) from error  # the model's own forward raises it, too
     named = dict(bound.arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -51,12 +51,12 @@ def arguments(
     return named
 
 
-def understood(model: Any, anatomy: Anatomy, arguments: dict[str, Any]) -> Call:
-    """The call of a model's forward that these arguments make."""
+def parsed(model: Any, anatomy: Anatomy, arguments: dict[str, Any]) -> Call:
+    """The `Call` with these arguments of a model's forward."""
     config = model.config
     last = arguments.pop("logits_to_keep", 0)
     names = {name: anatomy.named(name) for name in _OF_DECODER}
-    known = {*names.values(), *_TAKEN}
+    known = {*names.values(), *_OTHERS}
     if anatomy.source is not None:
         known |= {"encoder_outputs", "attention_mask"}
     if strange := [name for name in arguments if name not in known]:
@@ -92,7 +92,7 @@ def understood(model: Any, anatomy: Anatomy, arguments: dict[str, Any]) -> Call:
 
 
 def _encoded(outputs: Any) -> tuple[Any, ...]:
-    """States, hidden states and attentions of an encoder, the latter None where they were not asked for."""
+    """States, hidden states and attentions of an encoder; the last two are None unless requested."""
     if outputs is None:
         raise InputError("no encoder_outputs are passed")
     if isinstance(outputs, Mapping):

@@ -1,7 +1,7 @@
-"""The compiled forward against the model's own, on a prompt and some tokens after it.
+"""Comparing the compiled forward with the model's own, on a prompt and the tokens after it.
 
-An epsilon or an activation in a configuration is not a weight, so equal digests do not prove that a file fits
-a model.
+Loading compares, too: an epsilon or an activation in the configuration is not a weight, so equal weights do
+not prove that a file fits a model.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from intarsia.compare import relative_error
 from intarsia.generation.anatomy import Anatomy, new_cache
 from intarsia.generation.forward import GeneratingForward
 
-LEAST = 8  # tokens; a prompt of two, padding, and three tokens after it must fit
+LEAST = 8  # tokens: a prompt of two with padding, and three tokens after it
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The largest error of logits and of an encoder's states that was seen, and a fault, if any."""
+    """The largest error of logits and encoder states, and a sentence if it is too large."""
 
     error: float = 0.0
     fault: str | None = None
 
 
 def worst(results: Iterable[Checked]) -> Checked:
-    """One with a fault where there is any, else the one that is off the most."""
+    """The result with a fault, if there is one; otherwise the one with the largest error."""
     return max(results, key=lambda one: (one.fault is not None, one.error))
 
 
 def checked(
     forward: GeneratingForward, rows: int, tolerance: float | None, examples: Sequence[torch.Tensor] = ()
 ) -> Checked:
-    """The compiled forward for so many rows against the model's own, on random tokens and on the examples."""
+    """The comparison for this number of rows, on random tokens and on the examples."""
     anatomy: Anatomy = forward.anatomy
     model: Any = forward.module
     vocabulary = int(model.get_input_embeddings().num_embeddings)
@@ -45,7 +45,7 @@ def checked(
     mask = torch.ones_like(ids)
     if forward.by_rows[rows].masked_prompt is not None:
         mask[0, :2] = 0
-    # Programs were compared element by element when they were compiled; this is about masks and caches.
+    # Each program was compared elementwise when it was compiled. This comparison is about masks and caches.
     allowed = max(torch.finfo(anatomy.dtype).eps ** 0.5, tolerance or 0.0)
     keywords: dict[str, Any] = {"logits_to_keep": 1} if anatomy.keeps else {}
     most = 0.0
@@ -57,8 +57,8 @@ def checked(
         if not most <= allowed:
             return Checked(most, f"is off by {most:.3g} of the largest state of the encoder")
         keywords |= of_encoder | {"encoder_outputs": (states[1],)}
-    for one, seen in [(ids, mask), *((one, torch.ones_like(one)) for one in examples)]:
-        for end, error in _errors(forward, one, seen, keywords):
+    for tokens, seen in [(ids, mask), *((tokens, torch.ones_like(tokens)) for tokens in examples)]:
+        for end, error in _errors(forward, tokens, seen, keywords):
             most = max(most, error)
             if not error <= allowed:
                 return Checked(error, f"is off by {error:.3g} of the largest logit at token {end}")
@@ -68,7 +68,7 @@ def checked(
 def _errors(
     forward: GeneratingForward, ids: torch.Tensor, mask: torch.Tensor, keywords: Mapping[str, Any]
 ) -> Iterator[tuple[int, float]]:
-    """The error of logits after a prompt, and after each of the next three tokens: where, and how much."""
+    """The errors of the logits after a prompt and after each of the next three tokens, with their places."""
     anatomy = forward.anatomy
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     forwards: tuple[Any, Any] = (forward, forward.own)
@@ -97,19 +97,19 @@ def _errors(
 def _encoded(
     forward: GeneratingForward, rows: int, generator: torch.Generator
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """A mask of what the encoder reads, if it takes one, and its states, compiled and as they were."""
+    """The encoder's mask, if it takes one, and its states, compiled and by the model's own forward."""
     encoder = forward.encoder
     assert encoder is not None
     source, anatomy = encoder.source, forward.anatomy
     length = min(source.states, LEAST)
-    read = source.example(rows, length, anatomy.device)
+    value = source.example(rows, length, anatomy.device)
     masks: dict[str, Any] = {}
     if source.fixed:
-        read = read.to(anatomy.dtype)
+        value = value.to(anatomy.dtype)
     elif encoder.masked is not None:
-        mask = torch.ones_like(read)
+        mask = torch.ones_like(value)
         mask[0, length - 2 :] = 0
         masks = {"attention_mask": mask}
-    arguments = {source.argument: read, **masks, "return_dict": True}
+    arguments = {source.argument: value, **masks, "return_dict": True}
     calls: tuple[Any, Any] = (encoder, encoder.own)
     return masks, [call(**arguments).last_hidden_state for call in calls]

@@ -1,6 +1,7 @@
-"""`compile_generation`: compiled programs in place of the forward of a model that generates.
+"""`compile_generation`: compiled programs in place of a model's forward.
 
-Encoder, prompts and tokens each have options of their own: where errors add up, some of them stay exact.
+Encoder, prompts and tokens are compiled with separate options. If shorter arithmetic makes the error of all
+together too large, some of them are compiled exactly.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ def compile_generation(
         raise InputError(f"padding is {padding!r}; it must be True, False or None")
     if isinstance(examples, torch.Tensor) or not isinstance(examples, Sequence):
         raise InputError(f"examples are {examples!r}; they must be a list of prompts")
-    with _as_it_is(model):
+    with _disabled_programs(model):
         anatomy = anatomy_of(model, max_length, max_source)
-        making = Making(model, anatomy, rows, max_length, padding, tuple(examples), continued)
-        generation = _compiled(making, compile_options)
+        job = GenerationJob(model, anatomy, rows, max_length, padding, tuple(examples), continued)
+        generation = _compiled(job, compile_options)
     if not generation.forward.enabled:
         warnings.warn(generation.notes[-1], stacklevel=2)
     place(generation)
@@ -98,45 +99,45 @@ def compile_generation(
 
 
 @contextmanager
-def _as_it_is(model: nn.Module) -> Iterator[None]:
-    """The judge is the model itself: programs that were put into it before rest meanwhile."""
-    before = vars(model).get("forward") if isinstance(model, nn.Module) else None
-    if not isinstance(before, PlacedForward) or not before.enabled:
+def _disabled_programs(model: nn.Module) -> Iterator[None]:
+    """Disable programs that are in the model already: answers are compared with the model's own."""
+    placed = vars(model).get("forward") if isinstance(model, nn.Module) else None
+    if not isinstance(placed, PlacedForward) or not placed.enabled:
         yield
         return
-    before.enable(False)
+    placed.enable(False)
     try:
         yield
     finally:
-        before.enable()
+        placed.enable()
 
 
-def _compiled(making: Making, options: CompileOptions) -> Generation:
-    """The programs, as short as `options` allow and the check of all together bears."""
-    encoder, prompts, tokens = making.encoder(options), making.prompts(options), making.tokens(options)
-    continuations = making.continuations(options)
-    forward = making.forward(encoder, prompts, tokens, continuations)
+def _compiled(job: GenerationJob, options: CompileOptions) -> Generation:
+    """The programs, in arithmetic as short as `options` and the comparison of all together allow."""
+    encoder, prompts, tokens = job.encoder(options), job.prompts(options), job.tokens(options)
+    continuations = job.continuations(options)
+    forward = job.forward(encoder, prompts, tokens, continuations)
     tolerance, notes = options.accuracy.tolerance, []
-    result = making.check(forward, tolerance)
-    # Errors of keys and values add up in the cache: what fits in one call may not fit after several.
+    result = job.check(forward, tolerance)
+    # Errors of keys and values add up in the cache, so programs that are accurate alone may not be together.
     read_first = [one for pair in prompts.values() for one in pair]
     read_first += [] if encoder is None else [encoder.plain, encoder.masked]
     read_first += continuations.values()
     if result.fault is not None and any(map(is_short, read_first)):
         notes.append(f"prompts are exact: in shorter arithmetic, the compiled model {result.fault}")
-        encoder, prompts = making.encoder(exact(options)), making.prompts(exact(options))
-        continuations = making.continuations(exact(options))
-        forward = making.forward(encoder, prompts, tokens, continuations)
-        result = making.check(forward, tolerance)
+        encoder, prompts = job.encoder(exact(options)), job.prompts(exact(options))
+        continuations = job.continuations(exact(options))
+        forward = job.forward(encoder, prompts, tokens, continuations)
+        result = job.check(forward, tolerance)
     if result.fault is not None and any(map(is_short, tokens.values())):
         notes.append(f"tokens are exact: in shorter arithmetic, the compiled model {result.fault}")
-        tokens = making.tokens(exact(options))
-        forward = making.forward(encoder, prompts, tokens, continuations)
-        result = making.check(forward, tolerance)
+        tokens = job.tokens(exact(options))
+        forward = job.forward(encoder, prompts, tokens, continuations)
+        result = job.check(forward, tolerance)
     elif tolerance is not None and not any(map(is_short, tokens.values())):
-        notes.append(why_exact(tokens[making.rows[0]], tolerance))
+        notes.append(why_exact(tokens[job.rows[0]], tolerance))
     forward.tolerance = tolerance
-    generation = Generation(making.model, forward, result.error, tolerance, tuple(notes))
+    generation = Generation(job.model, forward, result.error, tolerance, tuple(notes))
     if result.fault is not None:
         generation.enable(False)
         generation.notes += (f"the model runs as it is, in PyTorch: the compiled model {result.fault}",)
@@ -151,8 +152,8 @@ Program = Compiled | PartlyCompiled
 
 
 @dataclass(frozen=True)
-class Making:
-    """What is compiled, for which calls; `examples` are prompts to be tried on."""
+class GenerationJob:
+    """One `compile_generation`: the model, the calls its programs are for, and examples of prompts."""
 
     model: nn.Module
     anatomy: Anatomy
@@ -218,7 +219,7 @@ class Making:
         return GeneratingForward(self.model, self.anatomy, programs, self.max_length, encoder)
 
     def check(self, forward: GeneratingForward, tolerance: float | None) -> Checked:
-        """The worst of all numbers of rows."""
+        """The worst comparison over all numbers of rows."""
         return worst(checked(forward, n, tolerance, self._of(n)) for n in self.rows)
 
     def _of(self, rows: int) -> list[torch.Tensor]:
@@ -226,17 +227,17 @@ class Making:
 
 
 def exact(options: CompileOptions) -> CompileOptions:
-    """The options without those that allow shorter arithmetic."""
+    """The options without shorter arithmetic."""
     return options.changed(tolerance=None, precision=None)
 
 
 def is_short(program: Program | None) -> bool:
-    """Whether any of it runs in shorter arithmetic than the model's own."""
+    """Whether any segment of a program runs in shorter arithmetic than the model's."""
     return program is not None and any(name in short_engines() for name in program.plan.engines)
 
 
 def why_exact(token: Program, tolerance: float) -> str:
-    """Why the program of a token is not in shorter arithmetic, as the search for it reported."""
+    """Why the program for a token is exact, by the notes of its search."""
     findings = getattr(token.plan, "findings", None)
     notes = [*([] if findings is None else findings.left_out), *token.notes]
     reasons = [reason for reason in notes if reason.startswith(tuple(short_engines()))]

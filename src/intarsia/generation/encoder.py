@@ -1,7 +1,7 @@
-"""An encoder's `forward` that reads tokens or sound by a compiled program, and all else as before.
+"""The forward of an encoder, with a compiled program for tokens or audio features.
 
-The program for prompts returns keys and values of an encoder's states, since a model computes them in its
-layers and nowhere else.
+The keys and values of the encoder's states are computed by the decoder's program for prompts, since a model
+computes them in the decoder's layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from intarsia.runtime.placed import PlacedForward
 
 
 class EncoderForward(PlacedForward):
-    """The `forward` of an encoder: a program without and one with padding, else the encoder's own."""
+    """An encoder's `forward`: a program without and one with padding. Other calls use the encoder's own."""
 
     asks_weights = True
 
@@ -44,33 +44,34 @@ class EncoderForward(PlacedForward):
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         config: Any = self.module.config
         named = arguments(inspect.signature(self), config, args, kwargs)
-        read, mask = named.pop(self.source.argument, None), named.pop("attention_mask", None)
+        value, mask = named.pop(self.source.argument, None), named.pop("attention_mask", None)
         returns_dict = named.pop("return_dict", getattr(config, "return_dict", True))
         if strange := [name for name in named if name != "use_cache"]:
             raise InputError(f"{strange[0]} is passed, which is not supported")
-        if not isinstance(read, torch.Tensor) or read.device != self.anatomy.device:
+        if not isinstance(value, torch.Tensor) or value.device != self.anatomy.device:
             raise InputError(f"{self.source.argument} is missing or not on {self.anatomy.device}")
         masks: list[torch.Tensor] = []
         if mask is not None and not self.source.fixed:
-            if tuple(mask.shape) != tuple(read.shape):
+            if tuple(mask.shape) != tuple(value.shape):
                 raise InputError(
-                    f"its attention_mask is {tuple(mask.shape)}, and what it reads {tuple(read.shape)}"
+                    f"its attention_mask is {tuple(mask.shape)}, and its {self.source.argument} are"
+                    f" {tuple(value.shape)}"
                 )
             seen = mask != 0
             if not bool(seen.any(-1).all()):
-                raise InputError("a row of it is padding throughout")
+                raise InputError("one of its rows is padding only")
             if not bool(seen.all()):
                 masks = [source_mask(seen, room=None, dtype=self.anatomy.mask_dtype)]
         program = self.masked if masks else self.plain
         if program is None:
             raise InputError("it has padding; compiled without padding (padding=True allows it)")
-        result = self.source.result(last_hidden_state=_states(program, [read.contiguous(), *masks]))
+        result = self.source.result(last_hidden_state=_states(program, [value.contiguous(), *masks]))
         self.runs["encoder"] += 1
         return result if returns_dict else result.to_tuple()
 
 
 def _states(program: Compiled | PartlyCompiled, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """What a program gives; one row, where it treats that apart from several, is read twice."""
+    """The result of a program. One row is passed twice if the program needs several."""
     try:
         states: torch.Tensor = program(*inputs)
     except InputError:

@@ -1,7 +1,8 @@
-"""A decoder's `forward` that answers prompts and tokens by compiled programs, and all else as before.
+"""The forward of a decoder, with compiled programs for prompts and tokens.
 
-`forward` is replaced and not `generate`: sampling, beams, stopping and streaming change with transformers,
-and all of them call `forward`. The model keeps its class, since pipelines ask for it.
+`forward` is replaced and not `generate`, since sampling, beams, stopping and streaming change with each
+release of transformers, and all of them call `forward`. The model keeps its class, which pipelines of
+transformers check.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from intarsia.errors import InputError
 from intarsia.generation.anatomy import Anatomy, counts_tokens
-from intarsia.generation.call import Call, arguments, understood
+from intarsia.generation.call import Call, arguments, parsed
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask, token_mask
 from intarsia.generation.storage import StoredLayer, append_to, stack_of, stored
@@ -28,9 +29,9 @@ from intarsia.runtime.placed import PlacedForward
 
 @dataclass(frozen=True)
 class Programs:
-    """Compiled for one number of rows: a prompt without and with masks, a token, several after a cache.
+    """Programs for one number of rows: prompts without and with masks, a token, several tokens after a cache.
 
-    After an encoder there is one program for prompts, which takes masks.
+    With an encoder, there is one program for prompts, which takes masks.
     """
 
     prompt: Compiled | PartlyCompiled | None
@@ -41,13 +42,13 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Memory:
-    """The layers of a cache in memory of fixed lengths, of tokens and of an encoder's states."""
+    """The layers of a cache with memory of a fixed length: of tokens, and of an encoder's states."""
 
     tokens: list[StoredLayer]
     states: list[StoredLayer]
 
     def tensors(self, stacked: bool) -> list[torch.Tensor]:
-        """What a program takes of it: the memory of tokens as one tensor, or of each layer."""
+        """The memory as a program takes it: one tensor for all layers of tokens, or two for each layer."""
         if stacked:
             return [stack_of(self.tokens), *_Memory(self.states, []).tensors(stacked=False)]
         layers = [*self.tokens, *self.states]
@@ -55,10 +56,10 @@ class _Memory:
 
 
 class GeneratingForward(PlacedForward):
-    """The `forward` of a decoder: compiled programs for prompts and single tokens, else the model's own.
+    """A decoder's `forward`: compiled programs for prompts and tokens. Other calls use the model's own.
 
-    Both work on the same cache, which is a `DynamicCache` of transformers (after an encoder, a pair of them)
-    with layers in memory of a fixed length; so a call without a compiled program may come at any time.
+    Both use the same cache: a `DynamicCache` of transformers (with an encoder, a pair of them) whose layers
+    have memory of a fixed length. So a call without a compiled program may come at any time.
     """
 
     asks_weights = True
@@ -77,8 +78,8 @@ class GeneratingForward(PlacedForward):
         self.max_length: int = max_length
         self.room: int = anatomy.room(max_length)
         self.encoder: EncoderForward | None = encoder
-        self.loop: Callable[..., Any] | None = None  # the model's `generate` where tokens are graphs
-        self.tolerance: float | None = None  # that its programs were compiled with
+        self.loop: Callable[..., Any] | None = None  # replaces `generate` if a CUDA graph can compute tokens
+        self.tolerance: float | None = None  # with which its programs were compiled
         self.programs: list[Compiled | PartlyCompiled] = [
             program
             for each in programs.values()
@@ -89,7 +90,7 @@ class GeneratingForward(PlacedForward):
         self.runs |= {"prompt": 0, "token": 0}
         if any(each.continued is not None for each in programs.values()):
             self.runs["continued"] = 0
-        self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
+        self._examples = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
 
     def enable(self, on: bool = True) -> None:
         super().enable(on)
@@ -107,13 +108,13 @@ class GeneratingForward(PlacedForward):
         super().take_out()
         if self.loop is not None and vars(self.module).get("generate") is self.loop:
             del self.module.__dict__["generate"]
-            self.loop = None  # and its graphs
+            self.loop = None  # releases its graphs
         if self.encoder is not None:
             self.encoder.take_out()
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = arguments(inspect.signature(self), self.module.config, args, kwargs)
-        call = understood(self.module, self.anatomy, named)
+        call = parsed(self.module, self.anatomy, named)
         rows, new = call.ids.shape
         programs = self.by_rows.get(rows)
         if programs is None:
@@ -170,7 +171,7 @@ class GeneratingForward(PlacedForward):
         feed = [ids.contiguous(), positions.contiguous()]
         if program is not programs.prompt:
             masks = self._masks(seen, rows, past, ids.shape[1], None if is_prompt else self.room)
-            if is_continued:  # those of the memory, then those of the tokens among themselves
+            if is_continued:  # first the masks of the memory, then those of the new tokens
                 parts = [mask[..., : self.room] for mask in masks] + [
                     mask[..., self.room :] for mask in masks
                 ]
@@ -185,18 +186,18 @@ class GeneratingForward(PlacedForward):
         return self._finish(call, memory, results)
 
     def _counts_tokens(self, *, masked: bool) -> bool:
-        """Whether positions that are not given are 0, 1, 2 and so on; found out when it is first asked."""
+        """Whether the model's own positions are 0, 1, 2 and so on. This is tried at the first call."""
         if masked not in self._counted_tokens:
             counts = counts_tokens(self.module, self.own, self.anatomy, masked=masked)
             self._counted_tokens[masked] = counts
         return self._counted_tokens[masked]
 
     def layers_of(self, cache: Any, rows: int) -> list[StoredLayer]:
-        """The layers of a decoder's cache, in memory for so many rows."""
-        return stored(cache, self.room, self._like[rows][0])
+        """The layers of a decoder's cache, with memory for this number of rows."""
+        return stored(cache, self.room, self._examples[rows][0])
 
     def _memory(self, call: Call, rows: int) -> _Memory:
-        source, (like, like_states) = self.anatomy.source, self._like[rows]
+        source, (like, like_states) = self.anatomy.source, self._examples[rows]
         wanted = [(call.cache, self.room, like)]
         if source is not None:
             if type(call.cache) is not EncoderDecoderCache:
@@ -231,7 +232,7 @@ class GeneratingForward(PlacedForward):
         ]
 
     def _source(self, call: Call, memory: _Memory, is_prompt: bool) -> list[torch.Tensor]:
-        """What a program takes of an encoder: for a prompt the states, and which of them are no padding."""
+        """The encoder's inputs of a program: the states, for a prompt, and which of them are no padding."""
         source, states = self.anatomy.source, call.encoded[0]
         assert source is not None
         count = int(states.shape[1] if is_prompt else memory.states[0].length)
@@ -246,18 +247,18 @@ class GeneratingForward(PlacedForward):
             if seen.shape[1] != count:
                 raise InputError(f"its attention_mask has {seen.shape[1]} states, and the cache {count}")
             if not bool(seen.any(-1).all()):
-                raise InputError("a row of the encoder's states is padding throughout")
+                raise InputError("one row of the encoder's states is padding only")
         room = None if is_prompt else source.states
         return [*feed, source_mask(seen, room=room, dtype=self.anatomy.mask_dtype)]
 
     def _finish(self, call: Call, memory: _Memory, results: Any) -> Any:
-        """Write the new slices into the cache's memory; give the model's kind of result."""
+        """The model's kind of result; the new keys and values are written to the cache."""
         logits, *slices = results
         new, end = call.ids.shape[1], 2 * len(memory.tokens)
         if not self.anatomy.keeps or logits.shape[1] > 1:
             logits = logits[:, :new]
             logits = logits[:, -call.kept :] if call.kept else logits
-        if len(slices) == 1:  # a token, of layers that are alike
+        if len(slices) == 1:  # a token, with layers of equal sizes
             append_to(memory.tokens, slices[0])
         else:
             for layer, keys, values in zip(memory.tokens, slices[:end:2], slices[1:end:2], strict=True):

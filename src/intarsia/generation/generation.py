@@ -1,4 +1,4 @@
-"""What `compile_generation` made: a model that generates by compiled programs, and the way back."""
+"""The result of `compile_generation`: a model that generates with compiled programs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Generation:
         return self.model.generate(*args, **kwargs)  # type: ignore[operator]
 
     def enable(self, on: bool = True) -> None:
-        """Let the model run compiled, or as it is, for now."""
+        """Use the compiled programs, or with `on=False` the model's own forward."""
         self.forward.enable(on)
 
     def restore(self) -> None:
-        """Restore the model's own forward; compiled programs are released."""
+        """Restore the model's own forward and release the compiled programs."""
         self.forward.take_out()
         self.forward.by_rows, self.forward.encoder, self.forward.programs = {}, None, []
 

@@ -1,10 +1,10 @@
-"""The tokens of `generate` without Python between them: choosing a token is part of its CUDA graph.
+"""`generate` without Python between tokens: choosing a token is part of the CUDA graph that computes it.
 
-    host     load state ──▶ launch ─▶ launch ─▶ launch ─▶ ...   (looks now and then whether all have ended)
+    host     load state ──▶ launch ─▶ launch ─▶ launch ─▶ ...   (checks now and then whether all have ended)
     GPU                      token     token     token
 
-A step reads a token, computes its logits, lets transformers' own processors change them, chooses the next
-token and writes everything where the next step reads it: keys and values into the cache, the token into the
+A step reads a token, computes its logits, applies transformers' own processors to them, chooses the next
+token, and writes all of it where the next step reads it: keys and values into the cache, the token into the
 sequence.
 """
 
@@ -21,14 +21,14 @@ import torch
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from intarsia.engines.kernels.operators import has_triton
+from intarsia.engines.triton_kernels.operators import has_triton
 from intarsia.generation.forward import GeneratingForward
 from intarsia.generation.generation import Generation
 from intarsia.generation.storage import append_to, stack_of
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import CudaGraphs, captured
 
-# They compute with tensors alone, whatever the length: a graph can hold them.
+# Processors that compute with tensors alone, so that a CUDA graph can contain them.
 PROCESSORS = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
@@ -36,7 +36,7 @@ PROCESSORS = (
     logits_process.MinPLogitsWarper,
     logits_process.RepetitionPenaltyLogitsProcessor,
 )
-# What a call of `generate` may say; of anything else transformers' own loop knows what to do.
+# Arguments of `generate` that are supported here. A call with others uses transformers' own loop.
 ARGUMENTS = frozenset(
     {
         *("inputs", "input_ids", "attention_mask", "generation_config", "past_key_values", "use_cache"),
@@ -45,7 +45,7 @@ ARGUMENTS = frozenset(
         *("num_return_sequences", "num_beams", "renormalize_logits"),
     }
 )
-_GIVEN = (
+_MODEL_ARGUMENTS = (
     "attention_mask",
     "past_key_values",
     "use_cache",
@@ -54,17 +54,17 @@ _GIVEN = (
     "cache_position",
 )
 _MODES = ("greedy_search", "sample")
-_LOOK = 8  # steps between two looks at whether all rows have ended
-_AHEAD = 2  # looks that may be under way before the host waits
-_LIKELIEST = 1024  # most of `top_k` that one program of a kernel holds
-_KEPT = 8  # recorded steps, one for each way of choosing tokens
+_LOOK = 8  # steps between two checks whether all rows have ended
+_AHEAD = 2  # checks under way before the host waits
+_LIKELIEST = 1024  # the largest `top_k` that one program of the kernel holds
+_MOST_STEPS = 8  # recorded steps, one for each way of choosing tokens
 
 State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the next token is chosen, and when rows end."""
+    """How the next token is chosen, and when a row ends."""
 
     processors: tuple[Any, ...]
     samples: bool
@@ -73,13 +73,13 @@ class Choice:
 
     @property
     def key(self) -> Any:
-        """Equal for choices that one graph can make."""
+        """Equal for choices that one graph can compute."""
         described = tuple((type(one), tuple(sorted(map(repr, vars(one).items())))) for one in self.processors)
         return described, self.samples, self.ends, self.padding
 
     @functools.cached_property
     def likeliest(self) -> tuple[int, float] | None:
-        """`top_k` and `top_p`, where they come last; None for any other way to draw."""
+        """`top_k` and `top_p` if they are the last processors; None for any other way to sample."""
         kinds = [type(one) for one in self.processors]
         if not self.samples or logits_process.TopKLogitsWarper not in kinds[-2:]:
             return None
@@ -96,19 +96,19 @@ class Choice:
         scores = logits
         for processor in self.processors:
             if likeliest is not None and type(processor) is logits_process.TopKLogitsWarper:
-                from intarsia.engines.kernels.sampling import drawn_tokens
+                from intarsia.engines.triton_kernels.sampling import drawn_tokens
 
                 return drawn_tokens(scores, *likeliest)
             scores = processor(ids, scores)
         if not self.samples:
             return scores.argmax(-1)
         shares = torch.softmax(scores, -1)
-        # What `torch.multinomial` draws for one sample, without its checks of values.
+        # As `torch.multinomial` for one sample, without its check of the values.
         return (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)
 
 
 class Step:
-    """One token for each row: what it reads and writes, and on a GPU its graph."""
+    """The computation of one token for each row: its inputs and outputs, and on a GPU its CUDA graph."""
 
     def __init__(self, forward: GeneratingForward, rows: int, choice: Choice) -> None:
         anatomy, room = forward.anatomy, forward.room
@@ -118,11 +118,11 @@ class Step:
             "ids": torch.zeros(rows, 1, **long),
             "positions": torch.zeros(rows, 1, **long),
             "mask": torch.zeros(rows, 1, 1, room + 1, dtype=torch.bool, device=anatomy.device),
-            "place": torch.zeros(1, **long),  # of the token in the cache
+            "place": torch.zeros(1, **long),  # position of the token in the cache
             "tokens": torch.zeros(rows, room + 1, **long),
             "unfinished": torch.ones(rows, dtype=torch.bool, device=anatomy.device),
             "goes_on": torch.ones((), dtype=torch.bool, device=anatomy.device),
-            "steps": torch.zeros((), **long),  # taken while any row went on
+            "steps": torch.zeros((), **long),  # the number of steps before all rows had ended
         }
         layers = anatomy.empty(rows, room)
         self.memory: torch.Tensor = torch.stack([tensor for pair in layers for tensor in pair])
@@ -133,7 +133,7 @@ class Step:
             self._record(anatomy.device)
 
     def __call__(self) -> None:
-        """Take a step."""
+        """Compute one token for each row."""
         if self._graph is None:
             self._run()
         else:
@@ -146,32 +146,32 @@ class Step:
         state["steps"].add_(state["goes_on"])
         self.memory.index_copy_(-2, state["place"], slices)
         state["mask"].index_fill_(3, state["place"], True)
-        chosen = self._choice.tokens(state["tokens"], logits[:, -1].float())
+        tokens = self._choice.tokens(state["tokens"], logits[:, -1].float())
         if self._choice.ends:
-            chosen = torch.where(state["unfinished"], chosen, self._choice.padding)
-            state["unfinished"].logical_and_(~torch.isin(chosen, self._ends))
+            tokens = torch.where(state["unfinished"], tokens, self._choice.padding)
+            state["unfinished"].logical_and_(~torch.isin(tokens, self._ends))
             state["goes_on"].copy_(state["unfinished"].any())
         state["place"].add_(1)
         state["positions"].add_(1)
-        state["ids"].copy_(chosen[:, None])
-        state["tokens"].index_copy_(1, state["place"], chosen[:, None])
+        state["ids"].copy_(tokens[:, None])
+        state["tokens"].index_copy_(1, state["place"], tokens[:, None])
 
     def _record(self, device: torch.device) -> None:
-        drawn = torch.cuda.get_rng_state(device)
+        random_state = torch.cuda.get_rng_state(device)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # libraries set themselves up and choose their kernels
+        with torch.cuda.stream(stream):  # libraries initialize themselves and choose their kernels
             self._run()
         torch.cuda.synchronize(device)
         self._graph, _ = captured(self._run, stream, torch.cuda.graph_pool_handle())
-        torch.cuda.set_rng_state(drawn, device)
+        torch.cuda.set_rng_state(random_state, device)
 
 
 class LoopedGenerate:
-    """A model's `generate` that takes the plain ways of choosing tokens, greedy and sampling, by graphs.
+    """A model's `generate`, with CUDA graphs for greedy search and sampling.
 
-    The prompt and the first token are transformers' own; so is everything it does not know: beams, streamers,
-    assistants, processors and criteria of the user's, scores and states asked for, other caches.
+    transformers computes the prompt and the first token. It also computes everything else: beams, streamers,
+    assistants, the user's own processors and criteria, scores and states in the output, other caches.
     """
 
     def __init__(self, forward: GeneratingForward) -> None:
@@ -190,7 +190,7 @@ class LoopedGenerate:
         return self.own(*args, **kwargs, custom_generate=self._decode)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model generates as it is."""
+        """A copy of the model has its own `generate`."""
         return getattr, (self.model, "generate")
 
     def _decode(
@@ -221,20 +221,21 @@ class LoopedGenerate:
         rows, length = input_ids.shape
         is_whole = mask is None or tuple(mask.shape) == (rows, length)
         fits = last <= self.forward.max_length and rows in self.forward.by_rows and is_whole
-        others = [name for name, value in model_kwargs.items() if name not in _GIVEN and value is not None]
+        others = [
+            name for name, value in model_kwargs.items() if name not in _MODEL_ARGUMENTS and value is not None
+        ]
         if choice is None or not fits or cache is None or others:
             return own(input_ids, stopping_criteria)
-        if not self._lock.acquire(blocking=False):  # another thread's tokens are in the graph's memory
+        if not self._lock.acquire(blocking=False):  # another thread uses the graph's memory
             return own(input_ids, stopping_criteria)
         try:
-            one = stopping_criteria_list(length + 1)
-            ids = own(input_ids, one)
+            ids = own(input_ids, _stop_at(length + 1))
             return self._loop(ids, mask, cache, choice, last - length - 1)
         finally:
             self._lock.release()
 
     def _choice(self, mode: Any, processors: Any, criteria: Any, config: Any) -> Choice | None:
-        """How tokens are chosen; None where a graph cannot do so."""
+        """How tokens are chosen; None if a CUDA graph cannot do so."""
         kinds = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
         if mode.value not in _MODES or any(type(one) not in PROCESSORS for one in processors):
             return None
@@ -268,7 +269,7 @@ class LoopedGenerate:
             state["mask"][..., -1] = True
             state["place"].fill_(past)
             state["tokens"][:, :length] = ids
-            state["tokens"][:, length:] = ids[:, -1:]  # a token that processors have seen already
+            state["tokens"][:, length:] = ids[:, -1:]  # a token that is in the sequence: processors ignore it
             state["unfinished"].copy_(~torch.isin(ids[:, -1], ids.new_tensor(choice.ends)))
             state["goes_on"].copy_(state["unfinished"].any())
             state["steps"].zero_()
@@ -281,7 +282,7 @@ class LoopedGenerate:
         return state["tokens"][:, : length + taken].clone() if taken else ids
 
     def _run(self, step: Step, steps: int, has_ends: bool) -> None:
-        """Launch the steps, until the host learns that all rows have ended; it does not wait to learn it."""
+        """Launch the steps until the host reads that all rows have ended, without waiting for each step."""
         if step.state["ids"].device.type == "cpu":
             for _ in range(steps):
                 if has_ends and not bool(step.state["goes_on"]):
@@ -307,26 +308,25 @@ class LoopedGenerate:
         key = rows, choice.key
         step = self._steps.pop(key, None) or Step(self.forward, rows, choice)
         self._steps[key] = step
-        while len(self._steps) > _KEPT:
+        while len(self._steps) > _MOST_STEPS:
             self._steps.pop(next(iter(self._steps)))
         return step
 
 
-def stopping_criteria_list(length: int) -> Any:
-    """Criteria that end at this length."""
-    one = stopping_criteria.MaxLengthCriteria(length)
-    return stopping_criteria.StoppingCriteriaList([one])
+def _stop_at(length: int) -> Any:
+    """Criteria that stop at this length."""
+    return stopping_criteria.StoppingCriteriaList([stopping_criteria.MaxLengthCriteria(length)])
 
 
 def place(generation: Generation) -> None:
-    """Put the compiled forward into its model, and, where tokens can be graphs, a `generate` of its own."""
+    """Put the compiled forward into its model and, if a CUDA graph can compute tokens, a `generate`."""
     if can_loop(generation.forward):
         generation.forward.loop = LoopedGenerate(generation.forward)
     generation.forward.put()
 
 
 def can_loop(forward: GeneratingForward) -> bool:
-    """Whether a graph can hold a step: layers of one kind, a mask of booleans, a recorded program."""
+    """Whether a CUDA graph can contain a step: equal layers, a boolean mask, a recorded program."""
     anatomy = forward.anatomy
     plain = anatomy.source is None and anatomy.alike and not anatomy.slides and anatomy.positioned
     if not plain or anatomy.mask_dtype != torch.bool:

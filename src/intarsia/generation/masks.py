@@ -1,25 +1,24 @@
-"""Which keys each new token attends to.
+"""Masks: the keys that each new token attends to.
 
-Masks are made outside of the graph, as booleans, which transformers takes as they are. Padding attends to
-itself, so no row is empty; nobody reads what it computes.
+Masks are inputs of the programs, as booleans, which transformers uses unchanged. Padding attends to itself,
+so that no row of the softmax is empty; its results are not used.
 """
 
 from __future__ import annotations
 
 import torch
 
-_HIDDEN = -1e6  # leaves nothing of a score, and engines still sum it exactly, as they do not the least float
+_HIDDEN = -1e6  # makes a share 0, and engines can add it to scores exactly, unlike the lowest float
 
 
 def attention_mask(
     seen: torch.Tensor, *, past: int, room: int | None, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What a token attends to, of shape (rows, 1, new, keys): booleans, or numbers to add to scores.
+    """The keys that a token attends to, of shape (rows, 1, new, keys): booleans, or numbers to add to scores.
 
-    `seen` is true where a token is no padding, for the `past` tokens and the new ones. With `room`, keys are
-    so many places of a cache, the first `past` of them filled, and then the new tokens; else the new alone.
-    Each token attends to itself, so that padding, which no other token reads, has finite keys and values.
-
+    `seen` is true for tokens that are no padding: first the `past` ones, then the new ones. With `room`, the
+    keys are that many places of a cache, of which the first `past` are filled, and the new tokens. Without
+    it, the keys are the tokens. Each token attends to itself, so the keys and values of padding are finite.
     >>> seen = torch.tensor([[False, True, True, True]])
     >>> attention_mask(seen, past=3, room=5, window=None, dtype=torch.bool).int().tolist()
     [[[[0, 1, 1, 0, 0, 1]]]]
@@ -28,11 +27,11 @@ def attention_mask(
     """
     rows, total = seen.shape
     places = torch.arange(total, device=seen.device)
-    asking = places[past:, None]
-    visible = places[None] <= asking
+    new_places = places[past:, None]
+    visible = places[None] <= new_places
     if window is not None:
-        visible &= places[None] > asking - window
-    attends = (visible & seen[:, None, None]) | (places[None] == asking)
+        visible &= places[None] > new_places - window
+    attends = (visible & seen[:, None, None]) | (places[None] == new_places)
     if room is not None:
         inner = attends
         attends = seen.new_zeros(rows, 1, total - past, room + total - past)
@@ -42,7 +41,7 @@ def attention_mask(
 
 
 def token_mask(rows: int, past: int, room: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """`attention_mask` of one token that has seen all before it, by fewer steps.
+    """`attention_mask` of one token that attends to all before it, with fewer operations.
 
     >>> token_mask(1, past=3, room=5, window=2, device=torch.device("cpu")).int().tolist()
     [[[[0, 0, 1, 0, 0, 1]]]]
@@ -54,7 +53,7 @@ def token_mask(rows: int, past: int, room: int, window: int | None, device: torc
 
 
 def source_mask(seen: torch.Tensor, *, room: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Which of an encoder's states are attended to, of shape (rows, 1, 1, states or room).
+    """The encoder's states that are attended to, of shape (rows, 1, 1, states or room).
 
     >>> source_mask(torch.tensor([[True, False]]), room=4, dtype=torch.bool).int().tolist()
     [[[[1, 0, 0, 0]]]]
@@ -65,7 +64,7 @@ def source_mask(seen: torch.Tensor, *, room: int | None, dtype: torch.dtype) -> 
 
 
 def hidden(dtype: torch.dtype) -> float:
-    """What is added to the score of a key that is not attended to."""
+    """The number that is added to the score of a key that is not attended to."""
     return max(torch.finfo(dtype).min, _HIDDEN)
 
 

@@ -1,4 +1,4 @@
-"""The programs of a model that generates: its encoder, prompts, and single tokens, each compiled."""
+"""The programs of a model that generates: for its encoder, prompts, single tokens and several tokens."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
 _USUAL = 16  # tokens of an example
-_PROMPT = 128  # tokens of a prompt: with 16, another program may be the fastest
+_PROMPT = 128  # tokens of a prompt's example; with 16, another plan may be the fastest
 
 
 def compiled_encoder(
     model: Any, anatomy: Anatomy, rows: Sequence[int], padding: bool | None, options: CompileOptions
 ) -> EncoderForward | None:
-    """The encoder, for 1 row to the most there are (beams share what is read); None where there is none."""
+    """The encoder for 1 row up to the largest number, since beams share states; None without an encoder."""
     source = anatomy.source
     if source is None:
         return None
     most, length = max(rows), min(source.states, _USUAL)
-    given = source.example(most, length, anatomy.device).to(torch.long if not source.fixed else anatomy.dtype)
+    value = source.example(most, length, anatomy.device).to(torch.long if not source.fixed else anatomy.dtype)
     shape: dict[int, Any] = {} if source.fixed else {1: Dim("source", min=1, max=source.states)}
     of_mask = {} if source.fixed else {3: shape[1]}
     if most > 1:
         shape[0] = of_mask[0] = Dim("rows", min=1, max=most)
     step = EncoderStep(model, anatomy, source.argument)
-    plain = compile_with(options, step, (given,), dynamic_shapes={"given": shape})
+    plain = compile_with(options, step, (value,), dynamic_shapes={"value": shape})
     masked = None
     if not source.fixed and (padding or (padding is None and most > 1)):
-        seen = torch.ones_like(given, dtype=torch.bool)
+        seen = torch.ones_like(value, dtype=torch.bool)
         mask = source_mask(seen, room=None, dtype=anatomy.mask_dtype)
-        shapes = {"given": shape, "masks": (of_mask,)}
-        masked = compile_with(options, step, (given, mask), dynamic_shapes=shapes)
+        shapes = {"value": shape, "masks": (of_mask,)}
+        masked = compile_with(options, step, (value, mask), dynamic_shapes=shapes)
     return EncoderForward(model.get_encoder(), anatomy, source, plain, masked)
 
 
@@ -57,12 +57,12 @@ def compiled_prompts(
     examples: Sequence[torch.Tensor],
     options: CompileOptions,
 ) -> tuple[Compiled | PartlyCompiled | None, Compiled | PartlyCompiled | None]:
-    """Prompts of so many rows, without masks and with them; None where there is no need for one.
+    """Programs for prompts of this many rows, without and with masks; None for one that is not needed.
 
-    The first of the examples is what programs are timed with.
+    Programs are timed with the first example.
     """
     ids, *others = examples or [_usual(anatomy, rows, max_length // 2, _PROMPT)]
-    dim = Dim("length", min=2, max=max_length)  # at one token, attention and strides take other paths
+    dim = Dim("length", min=2, max=max_length)  # for one token, attention and strides differ
 
     def prompt(with_masks: bool) -> Compiled | PartlyCompiled:
         encoded, of_encoded = _encoded(anatomy, rows)
@@ -95,15 +95,15 @@ def compiled_token(
     examples: Sequence[torch.Tensor],
     options: CompileOptions,
 ) -> Compiled | PartlyCompiled:
-    """A token of so many rows, after those in the cache."""
+    """A program for one token in each row, after those in the cache."""
     room = anatomy.room(max_length)
     more: list[torch.Tensor] = []
     crossed: list[torch.Tensor] = []
     if (source := anatomy.source) is not None:
-        known = min(source.states, _USUAL)
-        crossed = _noise(anatomy.empty_crossed(rows, source.states), source.states if source.fixed else known)
+        count = min(source.states, _USUAL)
+        crossed = _noise(anatomy.empty_crossed(rows, source.states), source.states if source.fixed else count)
         if not source.fixed:
-            seen = torch.ones(rows, known, dtype=torch.bool, device=anatomy.device)
+            seen = torch.ones(rows, count, dtype=torch.bool, device=anatomy.device)
             more.append(source_mask(seen, room=source.states, dtype=anatomy.mask_dtype))
 
     def feed(ids: torch.Tensor, memory: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -128,7 +128,7 @@ def compiled_continuation(
     examples: Sequence[torch.Tensor],
     options: CompileOptions,
 ) -> Compiled | PartlyCompiled:
-    """Several tokens of so many rows, after those in the cache."""
+    """A program for several tokens in each row, after those in the cache."""
     room = anatomy.room(max_length)
     dim = Dim("new", min=2, max=max_length)
 
@@ -142,12 +142,12 @@ def compiled_continuation(
     calls = []
     for ids in examples or [_usual(anatomy, rows, max_length)]:
         past = ids.shape[1] // 2
-        known = (
+        memory = (
             _after(model, anatomy, ids[:, :past], room)
             if examples
             else _noise(anatomy.empty(rows, room), past)
         )
-        calls.append(feed(ids, known, past))
+        calls.append(feed(ids, memory, past))
     count = len(anatomy.windows)
     rest = [{2: dim}] * count + [{2: dim, 3: dim}] * count + [{}] * (len(calls[0]) - 2 - 2 * count)
     shapes = {"input_ids": {1: dim}, "position_ids": {1: dim}, "rest": tuple(rest)}
@@ -156,7 +156,7 @@ def compiled_continuation(
 
 
 def _usual(anatomy: Anatomy, rows: int, most: int, usual: int = _USUAL) -> torch.Tensor:
-    """Tokens 1, 2, 3 ... in every row, and again from 1 on: few models know less than 16 words."""
+    """Tokens 1, 2, 3 ... in every row, from 1 again after 16, since some vocabularies are small."""
     length = min(most, usual)
     ids = torch.arange(length, device=anatomy.device) % _USUAL + 1
     return ids.expand(rows, length).contiguous()
@@ -167,24 +167,24 @@ def _positions(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _after(model: nn.Module, anatomy: Anatomy, ids: torch.Tensor, room: int) -> list[torch.Tensor]:
-    """The memory of every layer after the model itself has read these tokens."""
+    """The memory of every layer after the model has read these tokens."""
     masks = _masks(anatomy, ids, past=0, room=None) if anatomy.slides else []
     with torch.no_grad():
-        _, *known = PromptStep(model, anatomy)(ids, _positions(ids), *masks)
+        _, *computed = PromptStep(model, anatomy)(ids, _positions(ids), *masks)
     memory = [tensor for pair in anatomy.empty(ids.shape[0], room) for tensor in pair]
-    for store, filled in zip(memory, known, strict=True):
-        store[:, :, : ids.shape[1]] = filled
+    for store, tensor in zip(memory, computed, strict=True):
+        store[:, :, : ids.shape[1]] = tensor
     return memory
 
 
 def _encoded(anatomy: Anatomy, rows: int) -> tuple[list[torch.Tensor], list[dict[int, Any]]]:
-    """States of an encoder and a mask of them, with their dynamic sizes; nothing where there is none."""
+    """States of an encoder and a mask of them, with their dynamic sizes; empty without an encoder."""
     source = anatomy.source
     if source is None:
         return [], []
     count = source.states if source.fixed else min(source.states, _USUAL)
-    drawn = torch.randn(rows, count, source.hidden, generator=torch.Generator().manual_seed(0))
-    states = drawn.to(dtype=anatomy.dtype, device=anatomy.device)
+    noise = torch.randn(rows, count, source.hidden, generator=torch.Generator().manual_seed(0))
+    states = noise.to(dtype=anatomy.dtype, device=anatomy.device)
     if source.fixed:
         return [states], [{}]
     dim = Dim("source", min=1, max=source.states)
@@ -193,7 +193,7 @@ def _encoded(anatomy: Anatomy, rows: int) -> tuple[list[torch.Tensor], list[dict
 
 
 def _token_step(model: nn.Module, anatomy: Anatomy, feed: Sequence[torch.Tensor]) -> TokenStep:
-    """The step that reads the cache where it stands, if the model's attention can be replaced for it."""
+    """The step that reads the cache in place, if the model's attention can be replaced for it."""
     step = TokenStep(model, anatomy, in_place=False)
     if anatomy.mask_dtype != torch.bool:
         return step
@@ -201,14 +201,14 @@ def _token_step(model: nn.Module, anatomy: Anatomy, feed: Sequence[torch.Tensor]
     try:
         with torch.no_grad():
             logits, expected = other(*feed)[0], step(*feed)[0]
-    except Exception as error:  # a model may do anything with its keys: it then has them as it knows them
+    except Exception as error:  # a model may use keys in ways that `Joined` does not support
         LOG.info("attention does not read the cache in place: %s: %s", type(error).__name__, error)
         return step
     return other if relative_error(logits, expected) <= torch.finfo(anatomy.dtype).eps ** 0.5 else step
 
 
 def _noise(memory: Sequence[tuple[torch.Tensor, torch.Tensor]], length: int) -> list[torch.Tensor]:
-    """The memory of every layer, with so many tokens drawn at random."""
+    """The memory of every layer, with `length` random tokens."""
     tensors = [tensor for pair in memory for tensor in pair]
     for tensor in tensors:
         tensor[:, :, :length].normal_(generator=torch.Generator(tensor.device).manual_seed(0))

@@ -1,7 +1,7 @@
 """The modules that are compiled for generation: an encoder, a prompt, one or several tokens after a cache.
 
-A token reads the whole memory under a mask, filled or not, so shapes are fixed and calls take the fast path.
-For 512 tokens of half a billion weights that is less than a hundredth of what is read.
+A token reads the whole memory under a mask, filled or not, so shapes are fixed and calls are fast. With 512
+tokens and half a billion weights, the memory is less than a hundredth of what is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from intarsia.generation.attention import PROMPT, TOKEN, Joined, attending
 
 
 class EncoderStep(nn.Module):
-    """What an encoder reads, with a mask of four dimensions or without; gives its states."""
+    """An encoder: its input, and a mask of four dimensions or none. It returns the states."""
 
     def __init__(self, model: Any, anatomy: Anatomy, argument: str) -> None:
         super().__init__()
@@ -28,19 +28,16 @@ class EncoderStep(nn.Module):
         self.anatomy: Anatomy = anatomy
         self.argument: str = argument
 
-    def forward(self, given: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+    def forward(self, value: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
         masked = {"attention_mask": masks[0]} if masks else {}
         with _prompts(self.encoder, self.anatomy):
-            result = self.encoder(**{self.argument: given}, **masked, return_dict=True)
+            result = self.encoder(**{self.argument: value}, **masked, return_dict=True)
         states: torch.Tensor = result.last_hidden_state
         return states
 
 
-class PromptStep(nn.Module):
-    """The tokens of a prompt; gives logits, of the last one where the model takes `logits_to_keep`, and
-    keys and values, layer by layer. With an encoder, it takes its states and which are no padding, and
-    gives the keys and values of these too, after the others.
-    """
+class _DecoderStep(nn.Module):
+    """A call of the decoder, as it is in evaluation."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         super().__init__()
@@ -48,36 +45,66 @@ class PromptStep(nn.Module):
         self.model: nn.Module = model
         self.anatomy: Anatomy = anatomy
 
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        masks: Sequence[torch.Tensor],
+        cache: Cache,
+        source: Sequence[torch.Tensor] = (),
+        keeps: bool = True,
+    ) -> torch.Tensor:
+        anatomy = self.anatomy
+        arguments: dict[str, Any] = {
+            anatomy.named("input_ids"): input_ids,
+            anatomy.named("attention_mask"): _by_kind(anatomy.kinds, masks),
+        }
+        if anatomy.positioned:
+            arguments[anatomy.named("position_ids")] = position_ids
+        if anatomy.keeps and keeps:
+            arguments["logits_to_keep"] = 1
+        if source:
+            arguments["encoder_outputs"] = (source[0],)
+        if len(source) > 1:
+            arguments["attention_mask"] = source[1]
+        result = self.model(**arguments, past_key_values=cache, use_cache=True, return_dict=True)
+        logits: torch.Tensor = result.logits
+        return logits
+
+
+class PromptStep(_DecoderStep):
+    """The tokens of a prompt. It returns logits, and keys and values of each layer.
+
+    The logits are those of the last token if the model takes `logits_to_keep`. With an encoder, it also takes
+    the states and their mask, and returns their keys and values after the others.
+    """
+
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         if self.anatomy.source is None:
             cache = DynamicCache()
-            logits = _logits(self, input_ids, position_ids, rest, cache)
+            logits = self.logits(input_ids, position_ids, rest, cache)
             return logits, *_pairs(cache.layers)
         count = len(self.anatomy.kinds)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         with _prompts(self.model, self.anatomy):
-            logits = _logits(self, input_ids, position_ids, rest[:count], cache, rest[count:])
+            logits = self.logits(input_ids, position_ids, rest[:count], cache, rest[count:])
         own, crossed = cache.self_attention_cache, cache.cross_attention_cache
         return logits, *_pairs(own.layers), *_pairs(crossed.layers)
 
 
-class TokenStep(nn.Module):
-    """One token for each row; takes masks and the cache's memory, gives logits and the new slices alone.
+class TokenStep(_DecoderStep):
+    """One token for each row. It takes masks and the cache's memory, and returns logits and the new slices.
 
-    Both are a tensor for the keys and one for the values of each layer; where layers are alike, the slices
-    are one of all, and so is, stacked, the memory.
+    Memory and slices are one tensor of keys and one of values for each layer. If all layers have equal sizes,
+    the slices are one tensor, and the memory is one if `stacked`.
 
     With an encoder, a mask of its states follows the other masks unless their number is fixed, and the keys
-    and values of the states follow the memory. With `in_place`, attention reads the memory where it stands
-    (see `attention.py`); else, for models whose attention is their own, the memory and the token are put
-    into one tensor.
+    and values of the states follow the memory. With `in_place`, attention reads the memory in place (see
+    `attention.py`). Without it, for models with an attention of their own, memory and token are concatenated.
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, in_place: bool) -> None:
-        super().__init__()
-        self.training = False  # as the model is
-        self.model: nn.Module = model
-        self.anatomy: Anatomy = anatomy
+        super().__init__(model, anatomy)
         self.in_place: bool = in_place
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
@@ -85,7 +112,7 @@ class TokenStep(nn.Module):
         masks, others = rest[:count], rest[count:]
         encoded: tuple[torch.Tensor, ...] = ()
         if source is not None:
-            # The model asks whether there are states, and reads their keys and values from the cache.
+            # The model checks that there are states. It reads their keys and values from the cache.
             kind: dict[str, Any] = {"dtype": self.anatomy.dtype, "device": self.anatomy.device}
             encoded = (torch.zeros(input_ids.shape[0], source.states, 1, **kind),)
             if not source.fixed:
@@ -101,23 +128,17 @@ class TokenStep(nn.Module):
             crossed = zip(others[end::2], others[end + 1 :: 2], strict=True)
             cache = EncoderDecoderCache(cache, Cache(layers=[_filled(*pair) for pair in crossed]))
         with attending(self.model, TOKEN) if self.in_place else nullcontext():
-            logits = _logits(self, input_ids, position_ids, masks, cache, encoded)
+            logits = self.logits(input_ids, position_ids, masks, cache, encoded)
         slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
         return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
 
 
-class ContinuedStep(nn.Module):
+class ContinuedStep(_DecoderStep):
     """Several tokens for each row after those in a cache.
 
-    It takes masks of the cache's memory, then as many of the tokens among themselves, and the memory. It
-    gives the logits of all tokens, and new slices as a `TokenStep` does.
+    It takes masks of the cache's memory, masks of the new tokens, and the memory. It returns the logits of
+    all new tokens, and slices as a `TokenStep`.
     """
-
-    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
-        super().__init__()
-        self.training = False  # as the model is
-        self.model: nn.Module = model
-        self.anatomy: Anatomy = anatomy
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         count = len(self.anatomy.kinds)
@@ -129,15 +150,15 @@ class ContinuedStep(nn.Module):
         start = None if self.anatomy.positioned else position_ids[0, 0]
         layers = [_PastLayer(keys, values, start, in_place=False) for keys, values in pairs]
         with _prompts(self.model, self.anatomy):
-            logits = _logits(self, input_ids, position_ids, masks, Cache(layers=layers), keeps=False)
+            logits = self.logits(input_ids, position_ids, masks, Cache(layers=layers), keeps=False)
         slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
         return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
 
 
 class _PastLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """The whole memory of a layer, filled or not, and then the new token.
+    """The whole memory of a layer, filled or not, and the new token.
 
-    `start` is how much of it is filled, for models that count positions by it.
+    `start` is the number of tokens in it, for models that count positions by the cache.
     """
 
     def __init__(
@@ -180,37 +201,10 @@ def _prompts(model: Any, anatomy: Anatomy) -> AbstractContextManager[None]:
     return attending(model, PROMPT) if anatomy.mask_dtype == torch.bool else nullcontext()
 
 
-def _logits(
-    step: PromptStep | TokenStep | ContinuedStep,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    masks: Sequence[torch.Tensor],
-    cache: Cache,
-    source: Sequence[torch.Tensor] = (),
-    keeps: bool = True,
-) -> torch.Tensor:
-    anatomy = step.anatomy
-    arguments: dict[str, Any] = {
-        anatomy.named("input_ids"): input_ids,
-        anatomy.named("attention_mask"): _by_kind(anatomy.kinds, masks),
-    }
-    if anatomy.positioned:
-        arguments[anatomy.named("position_ids")] = position_ids
-    if anatomy.keeps and keeps:
-        arguments["logits_to_keep"] = 1
-    if source:
-        arguments["encoder_outputs"] = (source[0],)
-    if len(source) > 1:
-        arguments["attention_mask"] = source[1]
-    result = step.model(**arguments, past_key_values=cache, use_cache=True, return_dict=True)
-    logits: torch.Tensor = result.logits
-    return logits
-
-
 def _by_kind(
     kinds: Sequence[str], masks: Sequence[torch.Tensor]
 ) -> torch.Tensor | Mapping[str, torch.Tensor] | None:
-    """Masks as models take them: one for all layers, or one for each kind of layer."""
+    """Masks in a model's form: one for all layers, or one for each kind of layer."""
     if not masks:
         return None
     return masks[0] if len(masks) == 1 else dict(zip(kinds, masks, strict=True))

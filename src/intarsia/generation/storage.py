@@ -1,7 +1,7 @@
-"""Keys and values of a layer in memory of a fixed length, to which each token adds a slice.
+"""Keys and values of a layer in memory of a fixed length; each token adds a slice.
 
-`generate` asks for no keys, and its tokens are written in place. Once somebody was given keys, the layer
-moves to other memory before the next token, as transformers' own cache does for every token.
+Tokens are written in place, since `generate` reads no keys. After other code has read keys or values, the
+layer moves to new memory before the next token, as transformers' own cache does for every token.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from intarsia.errors import InputError
 
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
-    """A layer of a `DynamicCache` whose keys and values are the filled part of longer memory.
+    """A layer of a `DynamicCache` whose keys and values are the filled part of a longer memory.
 
-    To transformers it is a `DynamicLayer`: `keys` and `values` hold the tokens so far, and may be cropped,
-    reordered or replaced. They are views of `key_store` and `value_store`, made when they are asked for, to
-    which a token is appended without a copy of the others; what was replaced from outside is copied back in
-    by `settle`. Whoever asked for keys or values may still hold them, or write to them: before anything is
-    written again, the layer moves to other memory, as a `DynamicLayer` does for every token. A layer with a
-    sliding window keeps all tokens, since the mask hides them.
+    transformers uses it as a `DynamicLayer`: `keys` and `values` are the tokens so far, and may be cropped,
+    reordered or replaced. They are views of `key_store` and `value_store`, to which a token is appended
+    without copying the others; `settle` copies keys and values that were replaced back into them. Code that
+    has read keys or values may write to them, so the layer then moves to new memory before the next write. A
+    layer with a sliding window keeps all tokens, since the mask hides them.
     """
 
     def __init__(self, key_store: torch.Tensor, value_store: torch.Tensor, is_sliding: bool = False) -> None:
-        self._shown: list[Any] | None = None
+        self._tokens: list[Any] | None = None  # views of the filled part, or what replaces them
         self._replaced = False
         self._length = 0
-        self._handed = False  # others have been given keys or values
+        self._is_shared = False  # other code has read keys or values
         super().__init__()
         self.key_store: torch.Tensor = key_store
         self.value_store: torch.Tensor = value_store
-        # The memory of all layers, if this one's is a part of it, and which.
+        # The memory of all layers, if this layer's is part of it, and the layer's number.
         self.stack: tuple[torch.Tensor | None, int] = None, 0
         self.is_sliding = is_sliding
         self.dtype: torch.dtype = key_store.dtype
@@ -63,11 +62,11 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     @property
     def length(self) -> int:
-        """How many tokens the memory holds, after `settle`."""
+        """The number of tokens in the memory, after `settle`."""
         return self._length
 
     def get_seq_length(self) -> int:
-        """How many tokens there are, those put in from outside included."""
+        """The number of tokens, including those that were assigned."""
         if not self._replaced:
             return self._length
         keys = self._views()[0]
@@ -75,11 +74,11 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     @property
     def room(self) -> int:
-        """How many tokens the memory holds, filled or not."""
+        """The number of tokens that the memory can hold."""
         return int(self.key_store.shape[-2])
 
     def settle(self) -> None:
-        """Copy keys and values that were put in from outside (a reordering, say) into the memory."""
+        """Copy keys and values that were assigned, such as by a reordering, into the memory."""
         if not self._replaced:
             return
         keys, values = self._views()
@@ -91,7 +90,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         if _is_start_of(keys, self.key_store) and _is_start_of(values, self.value_store):
             self._shorten(length)
             return
-        if self._handed or not _fits(keys, self.key_store) or not _fits(values, self.value_store):
+        if self._is_shared or not _fits(keys, self.key_store) or not _fits(values, self.value_store):
             self.move(_longer(keys, self.room), _longer(values, self.room))
         else:
             self.key_store[:, :, :length].copy_(keys)
@@ -99,11 +98,11 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self._shorten(length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write further tokens after the others; the memory grows where it is too short."""
+        """Write more tokens after the others. The memory grows if it is too short."""
         start, end = self.length, self.length + keys.shape[-2]
         if end > self.room:
             self.move(*(_longer(part, 2 * end) for part in self._views()))
-        elif self._handed or not _may_be_written(self.key_store):
+        elif self._is_shared or not _may_be_written(self.key_store):
             self.move(self.key_store.clone(), self.value_store.clone())
         place = (slice(None), slice(None), slice(start, end))
         write(self.key_store, place, keys)
@@ -113,9 +112,9 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens, give all: what the model's own forward asks of a layer."""
+        """Append tokens and return all of them, for the model's own forward."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            # Gradients go through a copy: the memory that tokens are written to has none.
+            # Gradients flow through a copy, since the memory is written in place.
             pairs = zip(self._views(), (key_states, value_states), strict=True)
             joined = [new if old is None else torch.cat([old, new], dim=-2) for old, new in pairs]
             self.keys, self.values = joined
@@ -131,47 +130,47 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         return keys, values
 
     def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take other memory."""
+        """Use other memory."""
         self.key_store = keys
         self.value_store = values
         self.stack = (None, 0)
-        self._handed = False
+        self._is_shared = False
         self.show(self._length)
 
     @property
-    def is_handed(self) -> bool:
-        """Whether others have been given keys or values, which they may still hold."""
-        return self._handed
+    def is_shared(self) -> bool:
+        """Whether other code has read keys or values, which it may still use."""
+        return self._is_shared
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many of the last tokens."""
+        """Remove the last tokens."""
         self._quietly(super().crop, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Take other rows, for beam search."""
+        """Select rows, for beam search."""
         self._quietly(super().reorder_cache, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row so often."""
+        """Repeat each row."""
         self._quietly(super().batch_repeat_interleave, repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some rows."""
+        """Select rows."""
         self._quietly(super().batch_select_indices, indices)
 
     def move_into(self, stack: torch.Tensor, place: int) -> None:
-        """Take a part of a stack for memory: keys and values of a layer follow each other there."""
+        """Use a part of a stack as memory, in which the values of a layer follow its keys."""
         self.move(stack[2 * place], stack[2 * place + 1])
         self.stack = stack, place
 
     def show(self, length: int) -> None:
-        """Let the first so many places be the tokens so far."""
-        self._length, self._shown, self._replaced = length, None, False
+        """Set the number of tokens."""
+        self._length, self._tokens, self._replaced = length, None, False
 
     def _shorten(self, length: int) -> None:
-        """Set the number of tokens so far; masked values after them must be finite too."""
+        """Set a smaller number of tokens; values after them become zero unless they are finite."""
         if length < self._length and not self._is_finite(length):
-            if self._handed:
+            if self._is_shared:
                 self.move(self.key_store.clone(), self.value_store.clone())
             for store in (self.key_store, self.value_store):
                 store[:, :, length : self._length].zero_()
@@ -182,29 +181,29 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         return all(bool(part.isfinite().all()) for part in dropped)
 
     def _hand_out(self, place: int) -> Any:
-        """Keys or values for others, who may keep them, and write to them unseen."""
+        """Keys or values for other code, which may keep them and write to them."""
         forget((self.key_store, self.value_store)[place])
-        self._handed = True
+        self._is_shared = True
         return self._views()[place]
 
     def _quietly(self, method: Callable[[Any], None], *args: Any) -> None:
-        """Run a method of transformers, which asks for keys and values and keeps none of them."""
-        handed = self._handed
+        """Run a method of transformers, which reads keys and values and keeps neither."""
+        shared = self._is_shared
         method(*args)
-        self._handed = handed
+        self._is_shared = shared
 
     def __getstate__(self) -> dict[str, Any]:
-        """Views are made again: pickled by themselves, they would be of no memory but their own."""
+        """The state without its views, which pickle as tensors with memory of their own."""
         state = self.__dict__ | {"stack": (None, 0)}
-        if self.stack[0] is not None:  # of a part the whole would be written
+        if self.stack[0] is not None:  # the whole stack would be pickled with a part of it
             state |= {"key_store": self.key_store.clone(), "value_store": self.value_store.clone()}
-        return state if self._replaced else state | {"_shown": None}
+        return state if self._replaced else state | {"_tokens": None}
 
     def _views(self) -> list[Any]:
-        if self._shown is None:
+        if self._tokens is None:
             stores = (self.key_store, self.value_store)
-            self._shown = [store[:, :, : self._length] for store in stores]
-        return self._shown
+            self._tokens = [store[:, :, : self._length] for store in stores]
+        return self._tokens
 
     def _replace(self, place: int, value: Any) -> None:
         if "key_store" not in self.__dict__:  # transformers' own __init__ sets both to None
@@ -214,14 +213,14 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
 
 def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]]) -> list[StoredLayer]:
-    """The layers of a cache, made to stand in memory for `room` tokens; InputError where that cannot be.
+    """The layers of a cache, with memory for `room` tokens; InputError for a cache of another kind.
 
-    `like` has keys and values of each layer for one call, from which shapes and dtypes are taken.
+    `like` has keys and values of each layer, from which shapes and dtypes are taken.
     """
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         raise InputError(f"the cache is a {type(cache).__name__}; compiled for a DynamicCache")
     layers = cache.layers
-    # A cache is made with as many layers as the configuration names first, which may be the encoder's.
+    # A new cache has as many layers as the configuration first names, which may be the encoder's number.
     if (layers and len(layers) < len(like)) or any(layer.is_initialized for layer in layers[len(like) :]):
         raise InputError(f"the cache has {len(layers)} layers, and the model {len(like)}")
     settled: list[StoredLayer] = []
@@ -247,7 +246,7 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
 
 
 def stack_of(layers: list[StoredLayer]) -> torch.Tensor:
-    """The memory of all layers as one tensor, keys and values in turn; they are moved there if need be."""
+    """The memory of all layers as one tensor, keys and values in turn; layers are moved there if needed."""
     stack, _ = layers[0].stack
     if stack is None or not _are_in(stack, layers):
         stack = stacked([store for layer in layers for store in (layer.key_store, layer.value_store)])
@@ -257,17 +256,17 @@ def stack_of(layers: list[StoredLayer]) -> torch.Tensor:
 
 
 def _are_in(stack: torch.Tensor, layers: list[StoredLayer]) -> bool:
-    """Whether the memory of layers is that of a stack, in their order, and may be written to."""
+    """Whether the memory of the layers is this stack, in their order, and may be written to."""
     if not _may_be_written(stack):
         return False
     return all(layer.stack[0] is stack and layer.stack[1] == place for place, layer in enumerate(layers))
 
 
 def append_to(layers: list[StoredLayer], slices: torch.Tensor) -> None:
-    """Write a further token of every layer after the others, by one copy; the slices are stacked alike."""
+    """Write a token of every layer after the others, by one copy; `slices` is stacked as the memory is."""
     start = layers[0].length
-    if any(layer.is_handed for layer in layers):
-        layers[0].stack = None, 0  # others have a part of it: they are moved to a new one
+    if any(layer.is_shared for layer in layers):
+        layers[0].stack = None, 0  # other code may use a part of the stack, so all move to a new one
     stack = stack_of(layers)
     end = start + slices.shape[-2]
     write(stack, (..., slice(start, end), slice(None)), slices)
@@ -290,7 +289,7 @@ def _stored_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, room: in
 
 
 def _longer(filled: torch.Tensor, room: int) -> torch.Tensor:
-    """Zeros for so many tokens, the first of them filled: what is masked must be finite all the same."""
+    """Memory for `room` tokens that begins with `filled`; zero after it, as masked values must be finite."""
     rows, heads, length, size = filled.shape
     store = filled.new_zeros(rows, heads, max(room, length), size)
     tell_zeros(store)
@@ -308,6 +307,6 @@ def _fits(part: torch.Tensor, store: torch.Tensor) -> bool:
 
 
 def _is_start_of(part: torch.Tensor, store: torch.Tensor) -> bool:
-    """Whether a tensor is the first tokens of the store, in its very memory."""
+    """Whether a tensor is the beginning of the store, in the same memory."""
     at = part.data_ptr() == store.data_ptr() or part.numel() == 0
     return at and _fits(part, store) and part.stride() == store.stride()

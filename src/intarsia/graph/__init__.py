@@ -1,1 +1,1 @@
-"""What a cut needs to know of a graph: purity, sizes, what crosses a border."""
+"""Facts about graphs: purity, sizes, aliasing, and what crosses the border of a segment."""

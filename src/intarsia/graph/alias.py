@@ -1,4 +1,4 @@
-"""Aliasing and mutation: whose memory a value shares, and what a node changes in place."""
+"""Aliasing and mutation: which values share memory, and which values a node changes in place."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _MAY_ALIAS = torch.Tag.maybe_aliasing_or_mutating
 
 
 def changed_values(node: fx.Node) -> list[fx.Node]:
-    """The arguments a node changes in place."""
+    """The arguments that a node changes in place."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return [] if node.op != "call_function" or has_no_effect(node) else node.all_input_nodes
     roots = written_arguments(node)
     if _MAY_ALIAS in target.tags:
-        # batch_norm's schema does not say that in training it updates the running statistics.
+        # In training, batch_norm updates the running statistics, which its schema does not say.
         roots += [v for v in node.all_input_nodes if _is_buffer(v)]
     return roots
 
 
 def memory_of(node: fx.Node) -> frozenset[fx.Node]:
-    """The nodes whose memory the value of `node` may be: itself, or what it is a view or alias of."""
+    """The nodes whose memory the value of `node` may use: itself, or what it is a view or alias of."""
     members: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -41,9 +41,9 @@ def memory_of(node: fx.Node) -> frozenset[fx.Node]:
 
 def written_values(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """Those of `nodes` whose memory one of them changes."""
-    everyone = list(nodes)
-    written = {root for node in everyone for value in changed_values(node) for root in memory_of(value)}
-    return frozenset(node for node in everyone if memory_of(node) & written)
+    nodes = list(nodes)
+    written = {root for node in nodes for value in changed_values(node) for root in memory_of(value)}
+    return frozenset(node for node in nodes if memory_of(node) & written)
 
 
 def _base(node: fx.Node) -> fx.Node | None:

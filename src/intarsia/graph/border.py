@@ -1,4 +1,4 @@
-"""The borders of segments: what each takes in, gives out, and recomputes for itself."""
+"""The borders of segments: the inputs and outputs of each, and the nodes that it recomputes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Needs = dict[int, None]  # an ordered set of segment numbers
 
 @dataclass(frozen=True, eq=False)
 class Border:
-    """One segment's border, all in graph order.
+    """The border of one segment. All nodes are in graph order.
 
-    `local` is what the segment computes: its own nodes and the free ones it recomputes. `sizes` says, for
-    a size whose own tensor is not at hand, which input of the segment carries the same symbol.
+    `local` is what the segment computes: its own nodes and the free ones that it recomputes. `sizes` gives,
+    for a size that is not read from its own tensor, an input of the segment that has the same symbol, and the
+    axis.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -32,12 +33,13 @@ class Border:
 def borders(
     graph: fx.Graph, segments: Sequence[Segment], at_hand: Sequence[Iterable[fx.Node]] = ()
 ) -> list[Border]:
-    """The border of every segment, and last that of the epilogue.
+    """The border of every segment and, at the end, of the epilogue.
 
-    `at_hand` gives tensors that reach a segment anyway, from which it may read a size.
+    `at_hand` are tensors that each segment has anyway, and from which it may read a size.
 
-    The epilogue holds free nodes that only the graph's output reads (a size, a constant); it is empty for
-    most models. One walk backwards over the graph: who needs a value is known before the value is met.
+    The epilogue has the free nodes that only the graph's output reads, such as a size. It is empty for most
+    models. The graph is walked backwards, so the segments that need a value are known when the walk reaches
+    it.
 
     ```
         x ──► [ A: conv ] ──► y ──► [ B: view(y, [size(x, 0), -1]) ]
@@ -48,7 +50,7 @@ def borders(
 
 
 class _Walk:
-    """The state of that walk."""
+    """The state of the walk."""
 
     def __init__(
         self, graph: fx.Graph, segments: Sequence[Segment], at_hand: Sequence[Iterable[fx.Node]]
@@ -87,26 +89,26 @@ class _Walk:
         ]
 
     def _add_late_sources(self) -> None:
-        """Let a tensor cross for a size alone where it comes after the size in the graph.
+        """Add tensors to borders from which only a size is read, if they come after the size in the graph.
 
-        The walk had passed it when the size asked for it.
+        The backward walk had passed them when it reached the size.
         """
         touched: list[list[fx.Node]] = []
         for segment, sizes in enumerate(self.sizes):
-            known = {*self.inputs[segment], *self.local[segment]}
+            available = {*self.inputs[segment], *self.local[segment]}
             for source in dict.fromkeys(tensor for tensor, _ in sizes.values()):
-                if source in known:
+                if source in available:
                     continue
                 home = self.home[producer(source)]
                 lists = [self.inputs[segment], self.outputs[home], self.local[home]]
-                for held in lists:
-                    if source not in held:
-                        held.append(source)
+                for nodes in lists:
+                    if source not in nodes:
+                        nodes.append(source)
                 touched += lists
         if touched:
             place = {node: i for i, node in enumerate(self.graph.nodes)}
-            for held in touched:
-                held.sort(key=place.__getitem__, reverse=True)
+            for nodes in touched:
+                nodes.sort(key=place.__getitem__, reverse=True)
 
     def _need(self, node: fx.Node, segment: int) -> None:
         self.needs.setdefault(node, {})[segment] = None
@@ -123,10 +125,10 @@ class _Walk:
                 self._need(value, self.epilogue)
 
     def _hand_out(self, node: fx.Node, maker: fx.Node) -> None:
-        """Bring a value to the segments that need it, unless they recompute what makes it."""
+        """Add a value to the segments that need it, unless they recompute the node that makes it."""
         home = self.home.get(maker)
         if home is None:
-            return  # verify() names it
+            return  # `Plan.verify` reports it
         needs = self.needs.get(node, {})
         crosses = node in self.returned
         for segment in needs:
@@ -163,7 +165,7 @@ class _Walk:
             self._need(value, segment)
 
     def _size_source(self, node: fx.Node, segment: int) -> tuple[fx.Node, int] | None:
-        """Another tensor to read this size from, or None to read it from its own tensor."""
+        """Another tensor from which the segment reads this size; None if it reads the size's own tensor."""
         tensor = node.all_input_nodes[0]
         symbol = symbol_of(node)
         if tensor.op == "get_attr" or symbol is None:
@@ -179,7 +181,7 @@ class _Walk:
         return None if tensor.op == "placeholder" else self.graph_symbols.get(symbol)
 
     def _direct_inputs(self, segment: int) -> Iterable[fx.Node]:
-        """Tensors from outside that the segment's own nodes read."""
+        """Tensors from other segments that the segment's own nodes read."""
         for node in self.segments[segment].nodes:
             for value in node.all_input_nodes:
                 if value.op == "get_attr" or producer(value) in self.recomputed[segment]:

@@ -1,4 +1,4 @@
-"""A graph as a line of nodes: where it may be cut, which values cross there, and how many bytes they are."""
+"""A graph as a line of nodes: where it may be cut, which values cross there, and how many bytes they have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from intarsia.graph.sizes import total_bytes
 
 @dataclass(frozen=True)
 class Waist:
-    """A place where a graph may be cut: before node `place` of its line, with the values that cross there."""
+    """A place where a graph may be cut: before node `place` of its line, where these values cross."""
 
     place: int
     node: str
@@ -39,11 +39,11 @@ class Waist:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """The compute nodes of a graph in order. A cut at `i` falls before node `i`.
+    """The compute nodes of a graph in order. A cut at `i` is before node `i`.
 
-    `held` are inputs of the graph that every piece has for itself, so that they never cross: weights and
-    buffers; for placement, which may give any input of the graph to any piece, all of them. `readable` are
-    those of them that a recomputed value may depend on, and `cheap` says which nodes may be recomputed.
+    `held` are inputs of the graph that every piece has, so that they never cross: weights and buffers, or for
+    placement all inputs. A recomputed value may depend on those of them that are `readable`. `cheap` says
+    which nodes may be recomputed.
     """
 
     graph: fx.Graph
@@ -58,18 +58,18 @@ class Line:
 
     @cached_property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """The inputs of the graph that are not held; they stand before the first node."""
+        """The inputs of the graph that are not held. They are before the first node."""
         held = frozenset(self.held)
         return tuple(n for n in self.graph.nodes if n.op == "placeholder" and n not in held)
 
     @cached_property
     def index(self) -> Mapping[fx.Node, int]:
-        """Where each node stands."""
+        """The place of each node."""
         return dict.fromkeys(self.inputs, -1) | {n: i for i, n in enumerate(self.nodes)}
 
     @cached_property
     def recomputed(self) -> Mapping[fx.Node, None]:
-        """The nodes that each piece computes for itself rather than receives."""
+        """The nodes that each piece computes for itself."""
         readable = frozenset(self.readable)
         return find_recomputed(
             self.graph,
@@ -84,7 +84,7 @@ class Line:
 
     @cached_property
     def closed(self) -> Mapping[int, str]:
-        """Places where no cut may fall, each with the reason: a value is changed in place across it."""
+        """Places where no cut may be, each with the reason: a value is changed in place across it."""
         reasons: dict[int, str] = {}
         for node in self.nodes:
             for value in changed_values(node):
@@ -96,12 +96,12 @@ class Line:
 
     @cached_property
     def allowed(self) -> tuple[int, ...]:
-        """The places where a cut may fall. A recomputed node begins no piece, since it belongs to many."""
+        """The places where a cut may be. A recomputed node begins no piece, since several pieces have it."""
         own = [i for i, node in enumerate(self.nodes) if node not in self.recomputed]
         return tuple(i for i in own[1:] if i not in self.closed)
 
     def check(self, places: Sequence[int]) -> None:
-        """Raise `PartitionError` for a place where the graph may not be cut, or places that do not grow."""
+        """Raise `PartitionError` for a place where no cut may be, or for places that do not increase."""
         for place in places:
             if not 0 < place < len(self.nodes):
                 raise PartitionError(f"cut {place} is outside the graph, which has {len(self.nodes)} nodes")
@@ -110,15 +110,15 @@ class Line:
                 name = self.nodes[place].name
                 raise PartitionError(f"the graph may not be cut before node {place} ({name}): {why}")
         if list(places) != sorted(set(places)):
-            raise PartitionError(f"cuts={list(places)} must grow")
+            raise PartitionError(f"cuts={list(places)} must increase")
 
     def crossing(self, place: int) -> tuple[fx.Node, ...]:
-        """The values made before `place` and needed at or after it, in the order they were made."""
+        """The values that are made before `place` and used at or after it, in the order they are made."""
         return tuple(value for value, (first, last) in self._spans.items() if first < place <= last)
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
-        """The bytes that would cross at every place 0 .. n, at the sizes of the example."""
+        """The bytes that cross at every place 0 .. n, at the sizes of the example."""
         return self._alive(lambda value: total_bytes([value]))
 
     def waist(self, place: int) -> Waist:
@@ -128,7 +128,7 @@ class Line:
         return Waist(place, self.nodes[place].name, names, total_bytes(crossing))
 
     def waists(self) -> list[Waist]:
-        """The allowed places where the fewest values are alive: no more than at any place near by.
+        """The allowed places where the fewest values are alive: fewer than at the places around them.
 
         ```
             values alive   2 ┤    ┌──┐     ┌──┐
@@ -148,7 +148,7 @@ class Line:
         return [self.waist(p) for level, is_low in zip(levels, low, strict=True) if is_low for p in level]
 
     def sources(self, value: fx.Node) -> tuple[fx.Node, ...]:
-        """The values that have to be there for `value`: itself, or what recomputing it depends on."""
+        """The values that `value` needs: itself, or the values that it is recomputed from."""
         sources = self._sources.get(value)
         if sources is None:
             sources = self._sources[value] = self._find_sources(value)
@@ -159,7 +159,7 @@ class Line:
             return (value,) if value in self.index else ()
         made_by = producer(value)
         if is_size(value):
-            return ()  # read off any tensor at hand that has the same size
+            return ()  # a size is read from any tensor of the piece that has it
         if is_compute(made_by) and made_by not in self.recomputed:
             return (value,)
         sources: dict[fx.Node, None] = {}
@@ -173,7 +173,7 @@ class Line:
 
     @cached_property
     def _spans(self) -> Mapping[fx.Node, tuple[int, int]]:
-        """Where each value that may cross is made and last needed; results are needed at the end."""
+        """Where each value that may cross is made, and where it is last used. Results are used at the end."""
         last: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             place = len(self.nodes) if node.op == "output" else self.index.get(node, -1)
@@ -196,7 +196,7 @@ class Line:
         return tuple(totals)
 
     def _span_of_change(self, root: fx.Node, change: fx.Node) -> tuple[int, int]:
-        """From the making of a value to its change; for a held one, from its first reader to its last."""
+        """The places from where a value is made to its change; for a held one, from first to last reader."""
         if root in self.index:
             return self.index[root], self.index[change]
         users = [self.index[user] for user in root.users if user in self.index]
@@ -204,16 +204,16 @@ class Line:
 
 
 def training_line(graph: fx.Graph, states: Mapping[fx.Node, bool]) -> Line:
-    """The line of a training graph, whose weights and buffers are `states`; True marks those that learn.
+    """The line of a training graph with these weights and buffers; True marks those that are trained.
 
-    What depends on no input and nothing that learns is recomputed: the gradient of a parameter must come
-    back to one place.
+    Values that depend on no input and on no trained state are recomputed. A trained one is not, since its
+    gradient must be summed in one place.
     """
     fixed = [node for node, learns in states.items() if not learns]
     return Line(graph, tuple(states), fixed, has_no_effect)
 
 
 def placement_line(graph: fx.Graph) -> Line:
-    """The line of a lowered graph, any of whose inputs and weights any piece may have."""
+    """The line of a lowered graph, in which any piece may have any input and weight."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     return Line(graph, inputs, inputs, lambda node: is_view(node) or is_creation(node))

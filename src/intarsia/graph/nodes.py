@@ -1,4 +1,4 @@
-"""What a node of the lowered graph is (compute, free rider, view, control flow), and where it comes from."""
+"""The kinds of nodes in a lowered graph (compute, free, view, control flow), and their origins."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _CONTROL_FLOW_NAMES = frozenset({"cond", "while_loop", "scan", "map_impl", "asso
 
 
 def is_free(node: fx.Node) -> bool:
-    """True when the node makes no layer: constants, `getitem`, sizes, and arithmetic on sizes."""
+    """Whether a node makes no layer: constants, `getitem`, sizes, and arithmetic on sizes."""
     if node.op != "call_function":
         return node.op == "get_attr"
     kind = _kind(node.target)
@@ -74,7 +74,7 @@ def is_free(node: fx.Node) -> bool:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """True when the node does work that some segment has to hold."""
+    """Whether a node computes something, so that it belongs to a segment."""
     return node.op in ("call_function", "call_method", "call_module") and not is_free(node)
 
 
@@ -89,7 +89,7 @@ def is_size(node: fx.Node) -> bool:
 
 
 def is_control_flow(node: fx.Node) -> bool:
-    """True for `torch.cond`, `while_loop`, `scan` and their kin, which keep a segment of their own."""
+    """Whether a node is `torch.cond`, `while_loop`, `scan` or similar, which have a segment of their own."""
     target = node.target
     return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _CONTROL_FLOW_NAMES
 
@@ -107,7 +107,7 @@ def is_creation(node: fx.Node) -> bool:
 
 
 def has_no_effect(node: fx.Node) -> bool:
-    """True when a node, with the bodies it is given, draws no random numbers and changes nothing in place."""
+    """Whether a node, and the bodies it has, draws no random numbers and changes nothing in place."""
     if is_free(node) or node.op == "placeholder":
         return True
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -118,12 +118,12 @@ def has_no_effect(node: fx.Node) -> bool:
 
 
 def is_ordered(node: fx.Node) -> bool:
-    """True for nodes whose mutual order shows: they draw random numbers or have side effects."""
+    """Whether the order of a node relative to others matters: it draws random numbers or has side effects."""
     return is_compute(node) and not has_no_effect(node)
 
 
 def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that a higher-order operator is given, such as the branches of `cond`."""
+    """The graphs among the arguments of a higher-order operator, such as the branches of `cond`."""
     owner = node.graph.owning_module
     sources = [value for value in node.all_input_nodes if value.op == "get_attr"]
     if owner is None:
@@ -133,7 +133,7 @@ def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """The node whose result `node` is or picks from."""
+    """The node that computes the value of `node`: itself, or the one whose result it is an item of."""
     while is_getitem(node):
         node = node.all_input_nodes[0]
     return node
@@ -145,7 +145,7 @@ def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def op_name(node: fx.Node) -> str:
-    """The operator's name as people write it, such as `aten.add.Tensor`."""
+    """The name of a node's operator, such as `aten.add.Tensor`."""
     target = node.target
     if isinstance(target, (str, torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return str(target)
@@ -155,7 +155,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def whereabouts(node: fx.Node) -> str:
-    """Name, module path and source line of a node in one readable clause."""
+    """The name, module path and source line of a node as text."""
     parts = [node.name]
     if path := module_path(node):
         parts.append(f"in {path}")
@@ -216,7 +216,7 @@ def _is_creation_op(target: torch._ops.OpOverload) -> bool:
 
 
 def values_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    """The tensors that a node makes."""
+    """The tensors that are results of a node."""
     result = node.meta.get("val")
     for value in result if isinstance(result, list | tuple) else [result]:
         if isinstance(value, torch.Tensor):
@@ -228,7 +228,7 @@ def uses_gpu(graph: fx.Graph) -> bool:
     return any(value.is_cuda for node in graph.nodes for value in values_of(node))
 
 
-# Where a node comes from in the user's model: module path and source line.
+# The origin of a node in the user's model: module path and source line.
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -247,7 +247,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node, *, full: bool = False) -> str:
-    """Where in the user's code the node comes from, as `file.py:12`; empty when unknown."""
+    """The line of the user's code that a node comes from, as `file.py:12`; empty if it is unknown."""
     frames = _FRAME.findall(node.stack_trace or "")
     if not frames:
         return ""
@@ -256,7 +256,7 @@ def source_line(node: fx.Node, *, full: bool = False) -> str:
 
 
 def origin_of(node: fx.Node) -> dict[str, str]:
-    """The node's name, its module and its line, as layer metadata."""
+    """The name, module and source line of a node, as metadata of layers."""
     origin = node.meta.get("intarsia.origin")
     if origin is None:
         origin = {"fx": node.name}

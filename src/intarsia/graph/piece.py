@@ -1,4 +1,4 @@
-"""Pieces: each segment of a plan as a `GraphModule` that stands alone, and a line of nodes cut at places."""
+"""Pieces: each segment of a plan as a `GraphModule`, and a line of nodes cut at places."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from intarsia.graph.sizes import constant_value
 @dataclass(frozen=True, eq=False)
 class Piece:
     """A segment as a module: call `module` with the values of `inputs`; it returns those of `outputs` as a
-    tuple.
+    `inputs` and `outputs` are nodes of the graph of `owner`; `graph` is the graph of the piece.
 
     `inputs` and `outputs` are nodes of the graph of `owner`. `graph` is the graph of the piece.
     """
@@ -88,11 +88,11 @@ def _epilogue(gm: fx.GraphModule, border: Border) -> Piece | None:
     return _piece(gm, Segment(PYTORCH, ()), whole)
 
 
-# Cutting a line: places by name, plans from places, places from plans, and the pieces between them.
+# Cutting a line: places by name, plans from places, and places from plans.
 
 
 def plan_at(line: Line, places: Sequence[int], strategy: str = "cuts", engine: str = PYTORCH) -> Plan:
-    """The plan whose segments are the stretches between `places`."""
+    """The plan whose segments are the parts between `places`."""
     line.check(places)
     bounds = [0, *places, len(line.nodes)]
     parts = [[n for n in line.nodes[a:b] if n not in line.recomputed] for a, b in pairwise(bounds)]
@@ -112,12 +112,12 @@ def plan_at(line: Line, places: Sequence[int], strategy: str = "cuts", engine: s
 
 
 def pieces_at(gm: fx.GraphModule, line: Line, places: Sequence[int]) -> list[Piece]:
-    """The stretches between `places` cut out; a size is read off what crosses at its place."""
+    """The parts between `places` as pieces. A size is read from a value that crosses at the piece's place."""
     return extract(gm, plan_at(line, places), [line.inputs, *map(line.crossing, places)])
 
 
 def place_of(line: Line, cut: int | str) -> int:
-    """The place a user means: its number, the node after the cut, or the module whose nodes follow it."""
+    """The place of a cut: its number, the node after it, or the module whose nodes follow it."""
     if isinstance(cut, int):
         return cut
     own = [i for i, node in enumerate(line.nodes) if node not in line.recomputed]
@@ -134,10 +134,10 @@ def place_of(line: Line, cut: int | str) -> int:
 
 
 def places_of(line: Line, plan: Plan) -> list[int]:
-    """The places at which a plan cuts; its graph may be another one of the same model.
+    """The places where a plan cuts. Its graph may be another graph of the same model.
 
-    Nodes are matched by the name that export gave them, or the node they were decomposed from. Of the places
-    between two segments the one where the fewest bytes cross is taken.
+    Nodes are matched by the names from export, or by the node they were decomposed from. Of the places
+    between two segments, the one where the fewest bytes cross is returned.
     """
     placed = [(node, i) for i, segment in enumerate(plan.segments) for node in segment.nodes]
     number = {name: i for node, i in placed for name in _names_before(node)}
@@ -159,7 +159,7 @@ def places_of(line: Line, plan: Plan) -> list[int]:
 
 
 def _names_before(node: fx.Node) -> Iterator[str]:
-    """What the nodes were called that this one was made from, as torch keeps it."""
+    """The names of the nodes that a node was made from, as torch records them."""
     sources = [*node.meta.get("from_node", ())]
     while sources:
         source = sources.pop()
@@ -173,10 +173,10 @@ def relayed(
     results: Sequence[fx.Node],
     held: Collection[fx.Node] = (),
 ) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """What each piece takes and gives if values pass from one to the next only.
+    """The inputs and outputs of each piece if values pass only from one piece to the next.
 
-    What any later piece needs passes through those before it; the first takes `inputs`, the last gives
-    `results`, and what a piece holds for itself is not passed.
+    Values for later pieces pass through those before them. The first piece takes `inputs` and the last one
+    returns `results`. Values in `held` are not passed.
     """
     place = {node: i for i, node in enumerate(inputs[0].graph.nodes)} if inputs else {}
     wanted = list(results)

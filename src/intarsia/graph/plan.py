@@ -1,4 +1,4 @@
-"""The plan: which segment of nodes runs on which engine, in which order, and why."""
+"""The plan: which engine runs which segment, in which order, and why."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan(Pictured):
     segments: tuple[Segment, ...]
     strategy: str = ""
     bodies: Mapping[str, Plan] = field(default_factory=dict, repr=False)  # of control flow, by name
-    # What a drawing shows besides: given by the compile, asked when somebody draws the plan.
+    # Details that a drawing shows, computed when the plan is drawn.
     details: DetailsSource | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
@@ -150,8 +150,8 @@ class Plan(Pictured):
                     raise PartitionError(
                         f"{whereabouts(value)} is a list and crosses the border of segment {number}"
                     )
-                # A scalar may cross only where it is born: an input of the graph, or the result of compute.
-                if is_free(value) and constant_value(value) is None and not _born_of_compute(value):
+                # A scalar may cross only where it is made: as an input of the graph, or by a compute node.
+                if is_free(value) and constant_value(value) is None and not is_compute(producer(value)):
                     raise PartitionError(
                         f"{whereabouts(value)} is not a tensor and crosses the border of segment {number}"
                     )
@@ -173,7 +173,7 @@ class Plan(Pictured):
         return json.dumps(content, indent=1)
 
     def drawing(self, profile: Profile | None = None) -> Drawing:
-        """What pictures of the plan show, as plain data; with the times of a profile, if one is given."""
+        """The plan as plain data for drawings; with the times of a profile if one is given."""
         details = PlanDetails() if self.details is None else self.details(self.segments)
         title = heading(self.segments, self.strategy, self._body_segments)
         drawn = plan_drawing(self.segments, title, details)
@@ -184,7 +184,7 @@ class Plan(Pictured):
         """The plan as one HTML page that needs nothing else: times, the graph, its layers, every fallback.
 
         Args:
-            profile: what `intarsia.profile` recorded of the module: the times of its segments.
+            profile: the record of `intarsia.profile`, which has the times of the segments.
 
         >>> import intarsia
         >>> fast = intarsia.compile(torch.nn.ReLU(), (torch.ones(2),), engines="pytorch")
@@ -198,7 +198,3 @@ class Plan(Pictured):
 
     def __rich__(self) -> Table:
         return plan_table(self.segments, self.strategy, self._body_segments)
-
-
-def _born_of_compute(node: fx.Node) -> bool:
-    return is_compute(producer(node))

@@ -1,4 +1,4 @@
-"""Plans as text and as drawings: what runs where, and why, and the shapes at the borders of segments."""
+"""Plans as text and as drawings, and the shapes at the borders of segments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from intarsia.graph.border import Border, borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.graph.sizes import Range, bytes_of, size_range, total_bytes
-from intarsia.quantized import bits_of
+from intarsia.quantized import bits_of, is_integer_product
 from intarsia.tracing import Profile, segment_name
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _OPS_SHOWN = 6
 
 
 def plan_text(segments: Segments, strategy: str, bodies: Bodies) -> str:
-    """The plan in lines: a heading, a line a segment and a body, and the reasons of every fallback."""
+    """The plan as lines: a heading, each segment and body, and the reasons of every fallback."""
     width = max((len(segment.engine) for segment in segments), default=0)
     lines = [heading(segments, strategy, bodies)]
     for number, segment in enumerate(segments):
@@ -48,9 +48,13 @@ def plan_text(segments: Segments, strategy: str, bodies: Bodies) -> str:
 
 
 def _packed_rows(segments: Segments) -> list[str]:
-    """How many weights each engine reads in how many bits."""
+    """The number of packed weights by engine and bits, and of products of activations in 8 bits."""
     counts: dict[str, Counter[int]] = {}
+    products = Counter[str]()
     for segment in segments:
+        count = sum(map(is_integer_product, segment.nodes))
+        if count:
+            products[segment.engine] += count
         bits = [number for node in segment.nodes if (number := bits_of(node)) is not None]
         if bits:
             counts.setdefault(segment.engine, Counter()).update(bits)
@@ -58,6 +62,9 @@ def _packed_rows(segments: Segments) -> list[str]:
         f"weights in few bits on {engine}: "
         + ", ".join(f"{count} in {number} bits" for number, count in sorted(each.items()))
         for engine, each in counts.items()
+    ] + [
+        f"activations and weights in 8 bits on {engine}: {count} product{'s' * (count != 1)}"
+        for engine, count in products.items()
     ]
 
 
@@ -87,7 +94,7 @@ def ops_text(nodes: tuple[fx.Node, ...]) -> str:
 
 
 def fallbacks(segments: Segments) -> dict[str, list[str]]:
-    """For every engine, one line for each op and reason it refused: how often, and one example."""
+    """For every engine, a line for each operator and reason of a refusal: the number, and an example."""
     seen: dict[str, dict[tuple[str, str], list[fx.Node]]] = {}
     for segment in segments:
         for node, reasons in segment.reasons.items():
@@ -122,14 +129,14 @@ def _body_rows(bodies: Bodies) -> list[str]:
 
 
 def node_counts(segments: Segments, bodies: Bodies) -> tuple[int, int]:
-    """How many nodes run on engines, and how many there are, those of control flow's bodies among them."""
+    """The number of nodes on engines and the number of all nodes, including those in bodies."""
     everywhere = [*segments, *(segment for body in bodies.values() for segment in body)]
     placed = sum(len(segment) for segment in everywhere if segment.engine != PYTORCH)
     return placed, sum(map(len, everywhere))
 
 
 def heading(segments: Segments, strategy: str, bodies: Bodies) -> str:
-    """How many segments there are, and how much of the graph runs on engines."""
+    """The number of segments, and the share of nodes on engines."""
     placed, total = node_counts(segments, bodies)
     how = f" by {strategy}" if strategy else ""
     count = f"{len(segments)} segment{'s' * (len(segments) != 1)}"
@@ -139,7 +146,7 @@ def heading(segments: Segments, strategy: str, bodies: Bodies) -> str:
 
 @dataclass(frozen=True)
 class PlanDetails:
-    """What a drawing shows and a plan does not hold: it takes converters and engines to find it."""
+    """The details of a drawing that a plan does not hold, since converters and engines compute them."""
 
     advice: tuple[str, ...] = ()
     layers: Mapping[int, DrawnLayers] = field(default_factory=dict)  # by the segment's number
@@ -202,7 +209,7 @@ def _node(
 
 
 def _sources(graph: fx.Graph, places: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:
-    """For each node, the shown nodes that it reads, directly or through nodes that are not shown."""
+    """For each node, the drawn nodes that it reads, directly or through others."""
     sources: dict[fx.Node, tuple[int, ...]] = {}
     for node in graph.nodes:
         read: dict[int, None] = {}
@@ -213,7 +220,7 @@ def _sources(graph: fx.Graph, places: Mapping[fx.Node, int]) -> dict[fx.Node, tu
 
 
 def profiled(drawing: Drawing, profile: Profile) -> Drawing:
-    """The drawing with the median time of each segment in a profile."""
+    """The drawing with the median time of each segment."""
     times = profile.segments
     segments, by_engine = [], dict[str, float]()
     for number, segment in enumerate(drawing.segments):
@@ -227,7 +234,7 @@ def profiled(drawing: Drawing, profile: Profile) -> Drawing:
     return replace(drawing, segments=tuple(segments), engine_seconds=by_engine, timed_how=how)
 
 
-# Symbolic shapes: what each segment's inputs and outputs look like, and over which range.
+# The shapes of the inputs and outputs of segments, with the ranges of symbolic sizes.
 
 
 @dataclass(frozen=True)
@@ -249,9 +256,9 @@ class ValueShape:
 
 @dataclass(frozen=True)
 class SegmentShapes:
-    """The shapes of everything a segment takes in and gives out, and the bytes that cross.
+    """The shapes of a segment's inputs and outputs, and the bytes that cross.
 
-    Inputs of the graph are there anyway: they do not count as crossing.
+    Inputs of the graph do not count as crossing.
     """
 
     inputs: tuple[ValueShape, ...]
@@ -263,10 +270,9 @@ class SegmentShapes:
 def segment_shapes(
     edges: Sequence[Border], bounds: Mapping[Any, tuple[int, int]] | None = None
 ) -> list[SegmentShapes]:
-    """The shapes at every border, from the graph's fake tensors; nothing is run.
+    """The shapes at every border, from the graph's fake tensors.
 
-    `bounds` narrows symbols by what is known from elsewhere, such as an exported program's constraints.
-
+    `bounds` narrows the ranges of symbols, such as by an exported program's constraints.
     Example:
         >>> import intarsia
         >>> fast = intarsia.compile(torch.nn.ReLU(), (torch.ones(2, 3),), engines="pytorch")
@@ -287,7 +293,7 @@ def segment_shapes(
 
 
 def value_shape(node: fx.Node, bounds: Mapping[Any, tuple[int, int]] | None = None) -> ValueShape:
-    """What `node`'s value looks like."""
+    """The shape of a node's value."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         kind = "unknown" if value is None else type(value).__name__

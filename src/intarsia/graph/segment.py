@@ -1,4 +1,4 @@
-"""A segment: nodes that run together on one engine, and those it computes for itself."""
+"""A segment: nodes that run together on one engine, and the nodes it recomputes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Test = Callable[[fx.Node], bool]
 
 
 def find_recomputed(graph: fx.Graph, cheap: Test, at_hand: Test) -> dict[fx.Node, None]:
-    """The `cheap` nodes made of sizes, of values that every piece has `at_hand`, and of each other.
+    """The `cheap` nodes that are computed from sizes, values `at_hand` in every piece, and each other.
 
-    Placement recomputes views and fresh constants of inputs and weights, which cost nothing. A pipeline
-    recomputes whatever depends on no input and no parameter: masks, positions, tables.
+    Placement recomputes views of inputs and weights, and fresh constants. A pipeline recomputes everything
+    that depends on no input and no parameter: masks, positions, tables.
     """
     nodes: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -58,10 +58,10 @@ def readers_of(
     for node in reversed(graph.nodes):
         if node not in recomputed and (not is_free(node) or node.op != "call_function"):
             continue
-        symbols: dict[int, None] = {}
+        segments: dict[int, None] = {}
         for user in node.users:
-            symbols.update({home[user]: None} if user in home else readers.get(user, {}))
-        readers[node] = symbols
+            segments.update({home[user]: None} if user in home else readers.get(user, {}))
+        readers[node] = segments
     return readers
 
 

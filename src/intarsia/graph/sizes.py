@@ -1,4 +1,4 @@
-"""Sizes: numbers and symbols, where a symbol can be read, its range, and the bytes of a value."""
+"""Sizes: numbers and symbols, where a symbol can be read, its range, and the bytes of values."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import fx
 from intarsia.graph.nodes import is_free
 
 Range = tuple[int, int | None]
-"""The least size and the largest; None where there is no largest."""
+"""The smallest and the largest size; None if there is no largest."""
 
 
 def constant_value(node: fx.Node) -> Any:
-    """The number a free node always has, or None when it depends on the inputs."""
+    """The constant value of a free node; None if it depends on the inputs."""
     value = node.meta.get("val") if node.op == "call_function" and is_free(node) else None
     return value if isinstance(value, (bool, int, float)) else None
 
 
 def symbol_of(node: fx.Node) -> Any:
-    """The symbolic expression a size node stands for, or None."""
+    """The symbolic expression of a size node, or None."""
     value = node.meta.get("val")
     return value.node.expr if isinstance(value, torch.SymInt) else None
 
 
 def symbols_of(nodes: Iterable[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
-    """Where each symbolic size can be read: the first of the given tensors, and its axis."""
+    """Where each symbolic size can be read: the first of these tensors that has it, and the axis."""
     places: dict[Any, tuple[fx.Node, int]] = {}
     for node in nodes:
         value = node.meta.get("val")
@@ -40,18 +40,18 @@ def symbols_of(nodes: Iterable[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
 
 
 def input_symbols(graph: fx.Graph) -> dict[Any, tuple[fx.Node, int]]:
-    """Symbolic sizes that a graph input carries; every segment can read those."""
+    """The symbolic sizes of the graph's inputs, which every segment can read."""
     return symbols_of(node for node in graph.nodes if node.op == "placeholder")
 
 
 def size_range(size: Any, bounds: Mapping[Any, tuple[int, int]] | None = None) -> Range:
-    """The least and the largest a size may be."""
+    """The smallest and the largest value of a size."""
     if not isinstance(size, torch.SymInt):
         return (int(size), int(size))
     expression = size.node.expr
     if bounds and expression in bounds:
         return bounds[expression]
-    # The bound of an expression is known to the shape environment alone, and has no public door.
+    # Only the shape environment knows the bound of an expression, without a public API (torch 2.13).
     bound_of = getattr(getattr(size.node, "shape_env", None), "bound_sympy", None)
     if bound_of is None:
         return (0, None)
@@ -60,7 +60,7 @@ def size_range(size: Any, bounds: Mapping[Any, tuple[int, int]] | None = None) -
 
 
 def size_hint(size: Any, default: int = 1) -> int:
-    """A size as a number: a symbolic one gives the value the example had, or else `default`."""
+    """A size as a number: for a symbolic one its value in the example, or else `default`."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     hint = getattr(size.node, "hint", None)
@@ -68,7 +68,7 @@ def size_hint(size: Any, default: int = 1) -> int:
 
 
 def bytes_of(value: object) -> int:
-    """The bytes a value takes; symbolic sizes count by their hint."""
+    """The bytes of a value; a symbolic size counts by its hint."""
     if isinstance(value, torch.Tensor):
         count = value.element_size()
         for size in value.shape:
@@ -85,5 +85,5 @@ def total_bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def _number(bound: Any) -> int | None:
-    """A bound as a number; torch's infinities are those beyond what a size can be."""
+    """A bound as a number, or None; torch uses numbers near 2**63 for infinity."""
     return int(bound) if bound.is_number and bound.is_finite and abs(int(bound)) < 2**62 else None

@@ -1,4 +1,4 @@
-"""ExportedProgram to the graph the partitioner sees: functional ATen, weights as attributes."""
+"""Lowering: an ExportedProgram becomes functional ATen with weights as attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from intarsia.lower.lowering import lower as lower
     from intarsia.lower.passes import lowering_pass as lowering_pass
 
-# A process that only loads and runs a saved module lowers nothing: these are imported when asked for.
+# A process that only loads and runs a saved module does not import these.
 _HOMES = {"lower": "intarsia.lower.lowering", "lowering_pass": "intarsia.lower.passes"}
 
 if not TYPE_CHECKING:
@@ -23,5 +23,5 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-        return found
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value

@@ -1,4 +1,4 @@
-"""Complex tensors as pairs of real ones: engines have no complex type, so arithmetic is spelled out.
+"""Complex tensors as pairs of real ones, since engines have no complex type.
 
 view_as_complex -> mul -> view_as_real      a product of complex numbers
 mul, mul, sub, mul, mul, add, stack         the same over [..., 2]
@@ -22,12 +22,12 @@ def is_complex(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_complex
 
 
-# Composite operators that are complex inside, whatever they are given and make.
+# Composite operators that compute with complex tensors, whatever their inputs and results are.
 _INSIDE = ("fft_", "_fft_", "stft", "istft")
 
 
 def has_complex(graph: fx.Graph) -> bool:
-    """Whether any value of the graph is complex, or will be inside an operator."""
+    """Whether any value of the graph is complex, or an operator computes with complex tensors."""
     return any(is_complex(node.meta.get("val")) or _is_inside(node.target) for node in graph.nodes)
 
 
@@ -36,7 +36,7 @@ def _is_inside(target: Any) -> bool:
 
 
 def cancel_views(graph: fx.Graph) -> None:
-    """A pair seen as complex and at once as a pair again is the pair."""
+    """Remove pairs of `view_as_complex` and `view_as_real` that cancel each other."""
     inverse = {
         aten.view_as_real.default: aten.view_as_complex.default,
         aten.view_as_complex.default: aten.view_as_real.default,
@@ -52,7 +52,7 @@ def cancel_views(graph: fx.Graph) -> None:
 
 
 def spells(*overloads: Any) -> Callable[[Spelling], Spelling]:
-    """Register a rule for calls that take a complex tensor (or make one); others stay as they are."""
+    """Register a rule for calls with a complex tensor; other calls are not decomposed."""
 
     def decorate(function: Spelling) -> Spelling:
         def only_complex(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def spells(*overloads: Any) -> Callable[[Spelling], Spelling]:
 
 
 def parts(x: Any) -> tuple[Any, Any]:
-    """Real and imaginary part; of a real tensor or number, itself and zero."""
+    """Real and imaginary part; a real tensor or number has the imaginary part zero."""
     if is_complex(x):
         pair = torch.view_as_real(x)
         return pair.select(-1, 0), pair.select(-1, 1)
@@ -79,7 +79,7 @@ def parts(x: Any) -> tuple[Any, Any]:
 
 
 def join(real: Tensor, imaginary: Tensor) -> Tensor:
-    """The complex tensor of two parts that are broadcast together."""
+    """The complex tensor of two parts, which are broadcast."""
     real, imaginary = torch.broadcast_tensors(real, imaginary)  # type: ignore[no-untyped-call]
     return paired(real, imaginary)
 
@@ -130,7 +130,7 @@ def _div(a: Any, b: Any) -> Tensor:
 @spells(aten.reciprocal.default)
 def _reciprocal(x: Tensor) -> Tensor:
     real, imaginary = parts(x)
-    # Scaled first, as torch does: the square of a large number would be infinite.
+    # Scaled first, as in torch, since the square of a large number would be infinite.
     scale = torch.maximum(real.abs(), imaginary.abs())
     real, imaginary = real / scale, imaginary / scale
     norm = (real * real + imaginary * imaginary) * scale
@@ -213,16 +213,16 @@ for _overload in (aten.mm.default, aten.bmm.default, aten.matmul.default):
     spells(_overload)(_product)
 
 
-# Complex tensors moved, joined and summed: the same is done to both parts.
+# Operators that move, join or sum elements treat both parts alike.
 
 
 def _both(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both parts as tensors."""
+    """Both parts as tensors, zeros for a real tensor's imaginary part."""
     return parts(x) if is_complex(x) else (x, torch.zeros_like(x))
 
 
 def _structural(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """An operation that only moves elements, done to both parts."""
+    """The result of an operator that treats both parts alike."""
     real, imaginary = parts(x)
     return paired(function(real, *args), function(imaginary, *args))
 

@@ -1,4 +1,4 @@
-"""Which operators are decomposed before conversion, and by which rule.
+"""The operators that are decomposed before conversion, and the rule of each.
 
 An operator is decomposed only if necessary, so composite operators (`linear`, `layer_norm`, attention) reach
 the network as one layer. torch's table is kept between compiles: reading it took 0.13 s, two thirds of
@@ -19,8 +19,8 @@ from intarsia.errors import LoweringError
 
 Decomposition = Callable[..., Any]
 aten = torch.ops.aten
-# They check their results and raise: decomposed, the check is an effect, and export puts tokens into the
-# graph that order effects. Whole, they run in PyTorch and raise as they do.
+# These check their results and raise. A decomposed check is an effect, and export adds tokens to the graph
+# that order effects. Not decomposed, they run in PyTorch and raise as in eager.
 _CHECKING = (
     aten.inverse.default,
     aten.linalg_cholesky.default,
@@ -32,7 +32,7 @@ _CHECKING = (
     aten.linalg_tensorsolve.default,
 )
 _registered: dict[torch._ops.OpOverload, Decomposition] = {}
-_defaults_of: dict[frozenset[str], dict[Any, Decomposition]] = {}  # the last table, by what it was made from
+_defaults_of: dict[frozenset[str], dict[Any, Decomposition]] = {}  # torch's last table, by operator names
 _kept_whole: ContextVar[Callable[[Any], bool] | None] = ContextVar("_kept_whole", default=None)
 
 
@@ -152,7 +152,7 @@ def unregister_decomposition(operator: Any) -> None:
 def decomposition_table(
     has_converter: Callable[[Any], bool] = lambda target: False,
 ) -> dict[Any, Decomposition]:
-    """The rules in use: torch's defaults, then converters, then the rules of users, which win."""
+    """The rules in use: torch's defaults, without operators that have a converter, and the users' own."""
     keep = _kept_whole.get()
     table = _torch_defaults()
     for operator in (*_CHECKING, *torch_disabled_decompositions):
@@ -169,7 +169,7 @@ def decomposition_table(
 def composites_of(graph: fx.Graph, has_converter: Callable[[Any], bool]) -> dict[Any, Decomposition]:
     """Rules for the composite operators of a graph that have no converter.
 
-    Those that make views are not in torch's table: it takes them apart whenever it traces.
+    torch's table lacks those that make views, since it decomposes them whenever it traces.
     """
     keep = _kept_whole.get()
     whole = {*_CHECKING, *torch_disabled_decompositions}
@@ -183,10 +183,10 @@ def composites_of(graph: fx.Graph, has_converter: Callable[[Any], bool]) -> dict
 
 
 def _torch_defaults() -> dict[Any, Decomposition]:
-    """torch's default decompositions, of operators outside torch too; the dictionary is the caller's.
+    """A copy of torch's default decompositions, including operators outside torch.
 
-    torch looks through all operators of all namespaces, a tenth of a second, whenever the table is read. It
-    need not as long as the dispatcher knows the same composite operators.
+    torch looks through all operators of all namespaces when the table is read, which takes 0.1 s. The table
+    is read again only if the dispatcher has other composite operators.
     """
     names = composite_names()
     if names is None:
@@ -199,19 +199,19 @@ def _torch_defaults() -> dict[Any, Decomposition]:
 
 
 def composite_names() -> frozenset[str] | None:
-    """Every operator the dispatcher can decompose by itself; None if this torch does not say."""
+    """Every operator that the dispatcher can decompose; None if this torch has no such list."""
     ask = getattr(torch._C, "_dispatch_get_registrations_for_dispatch_key", None)
     return None if ask is None else frozenset(ask("CompositeImplicitAutograd"))
 
 
 def registered_decompositions() -> dict[Any, Decomposition]:
-    """What users registered."""
+    """The rules that users registered."""
     keep = _kept_whole.get()
     return {op: rule for op, rule in _registered.items() if keep is None or not keep(op)}
 
 
 def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
-    """The overloads an operator stands for; a packet stands for all that compute from tensors."""
+    """The overloads of an operator; for a packet, all that compute from tensors."""
     if isinstance(operator, torch._ops.OpOverload):
         return [operator]
     if isinstance(operator, torch._ops.OpOverloadPacket):
@@ -222,7 +222,7 @@ def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
 
 
 def _takes_tensors(overload: torch._ops.OpOverload) -> bool:
-    # TorchScript's overloads on numbers and strings never reach a graph.
+    # TorchScript's overloads on numbers and strings are never in a graph.
     return any("Tensor" in str(argument.type) for argument in overload._schema.arguments)
 
 
@@ -235,14 +235,14 @@ def _of_torch(operator: torch._ops.OpOverload) -> Decomposition | None:
 
 
 def composite_rule(operator: torch._ops.OpOverload) -> Decomposition | None:
-    """The kernel that computes an operator by calling others; None of one that has none."""
+    """The kernel that computes an operator by calls of others; None if it has none."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     name: str = operator.name()  # type: ignore[no-untyped-call]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, composite):
         return None
 
     def composite_kernel(*args: Any, **kwargs: Any) -> Any:
-        # Not `operator.decompose`: while a program is decomposed, that looks up the table and finds us.
+        # `operator.decompose` would look up the table while a program is decomposed, and find this function.
         return operator._op_dk(composite, *args, **kwargs)
 
     return composite_kernel

@@ -1,7 +1,7 @@
-"""Fourier transforms as products with constant matrices, over pairs of real numbers.
+"""Fourier transforms as products with constant matrices, on pairs of real tensors.
 
-Engines have no complex type, and a transform of a known length is a linear map: its cosines and sines
-are folded into constants. A long transform is one over the rows and one over the columns of a table.
+Engines have no complex type. A transform of a constant length is a linear map, whose cosines and sines are
+folded into constants. A long transform is one over the rows and one over the columns of a table.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, is_complex, paired, parts
 
 aten = torch.ops.aten
-# A matrix of this many rows and columns is still folded; longer transforms are split.
+# The largest matrix, in rows and columns, that is folded; longer transforms are split.
 LONGEST = 256
 
-Pair = tuple[Tensor, Tensor | None]  # real and imaginary part; no imaginary part is one of zeros
+Pair = tuple[Tensor, Tensor | None]  # real and imaginary part; None is an imaginary part of zeros
 
 
 def _waves(rows: int, columns: int, length: int, sign: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2 pi j k / length: angles reduced as integers, computed in double."""
+    """cos and sin of 2 pi j k / length; angles are reduced as integers and computed in double."""
     places = torch.arange(rows, device=like.device)[:, None] * torch.arange(columns, device=like.device)
     angles = places.remainder(length).to(torch.float64) * (2 * math.pi / length)
     return torch.cos(angles).to(like.dtype), (torch.sin(angles) * sign).to(like.dtype)
 
 
 def _times(pair: Pair, cosine: Tensor, sine: Tensor, product: Any) -> tuple[Tensor, Tensor]:
-    """(real + i imaginary) by (cosine + i sine), by `product` (matmul or mul)."""
+    """The complex product of a pair with (cosine, sine), by `product` (matmul or mul)."""
     real, imaginary = pair
     if imaginary is None:
         return product(real, cosine), product(real, sine)
@@ -41,12 +41,12 @@ def _times(pair: Pair, cosine: Tensor, sine: Tensor, product: Any) -> tuple[Tens
 
 
 def _split(length: int) -> int | None:
-    """The divisor of `length` nearest below its root; None if there is none but 1."""
+    """The largest divisor of `length` up to its square root; None if that is 1."""
     return next((d for d in range(math.isqrt(length), 1, -1) if length % d == 0), None)
 
 
 def feasible(length: Any) -> bool:
-    """Whether a transform of this length has matrices small enough: known, and no large prime in it."""
+    """Whether a transform of this length has small matrices: it is constant and has no large prime factor."""
     if not isinstance(length, int) or length < 1:
         return False
     while length > LONGEST:
@@ -58,13 +58,13 @@ def feasible(length: Any) -> bool:
 
 
 def _transform(pair: Pair, length: int, sign: float, keep: int | None = None) -> tuple[Tensor, Tensor]:
-    """The transform over the last dimension; its first `keep` numbers."""
+    """The first `keep` numbers of the transform over the last dimension."""
     keep = length if keep is None else keep
     real, imaginary = pair
     divisor = _split(length)
     if length <= LONGEST or divisor is None:
         return _times(pair, *_waves(length, keep, length, sign, real), torch.matmul)
-    # j = a columns + b and k = c + rows d: over a for every b, turned by e^(b c), then over b.
+    # j = a columns + b and k = c + rows d: over a for every b, times e^(b c), then over b.
     rows, columns = divisor, length // divisor
     table = [
         None if x is None else x.reshape(*x.shape[:-1], rows, columns).transpose(-1, -2)
@@ -72,8 +72,8 @@ def _transform(pair: Pair, length: int, sign: float, keep: int | None = None) ->
     ]
     assert table[0] is not None
     inner = _transform((table[0], table[1]), rows, sign)
-    turned = _times(inner, *_waves(columns, rows, length, sign, real), torch.mul)
-    outer = _transform((turned[0].transpose(-1, -2), turned[1].transpose(-1, -2)), columns, sign)
+    rotated = _times(inner, *_waves(columns, rows, length, sign, real), torch.mul)
+    outer = _transform((rotated[0].transpose(-1, -2), rotated[1].transpose(-1, -2)), columns, sign)
     flat = [x.transpose(-1, -2).reshape(*x.shape[:-2], length)[..., :keep] for x in outer]
     return flat[0], flat[1]
 
@@ -90,7 +90,7 @@ def _along(pair: Pair, dim: int, sign: float, keep: int | None = None) -> tuple[
 
 
 def _scaled(pair: tuple[Tensor, Tensor], normalization: int, count: int) -> tuple[Tensor, Tensor]:
-    """0 leaves the sums, 1 divides by the root of the number of summands, 2 by that number."""
+    """The sums for 0, divided by the root of the number of summands for 1, or by that number for 2."""
     if normalization == 0:
         return pair
     factor = 1 / (math.sqrt(count) if normalization == 1 else count)
@@ -131,7 +131,7 @@ def _c2r(self: Tensor, dim: Sequence[int], normalization: int, last_dim_size: An
 
 
 def _real_part(real: Tensor, imaginary: Tensor, length: int) -> Tensor:
-    """The sum over a half spectrum and its mirror image; the ends have none, nor an imaginary part."""
+    """The sum over a half spectrum and its mirror image; the ends have no mirror image and are real."""
     half = real.shape[-1]
     inner = slice(1, half - 1 if length % 2 == 0 else half)
     if length > LONGEST:
@@ -151,7 +151,7 @@ def _real_part(real: Tensor, imaginary: Tensor, length: int) -> Tensor:
 
 
 def _real_to_complex(x: Tensor, *, dtype: torch.dtype | None = None, **rest: Any) -> Tensor:
-    """A cast between real and complex; others are no concern of complex numbers."""
+    """A cast between real and complex; other casts are not decomposed here."""
     if dtype is None or is_complex(x) == dtype.is_complex or not (dtype.is_complex or is_complex(x)):
         return NotImplemented  # type: ignore[no-any-return]
     if not dtype.is_complex:

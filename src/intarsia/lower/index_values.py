@@ -1,11 +1,11 @@
-"""Tensors whose elements are known functions of their index, for any size: positions, and masks made of them.
+"""Tensors whose elements are known functions of their index, for any size: positions, and masks of them.
 
-A tensor of integers is known if each element is `const + step0 * i0 + step1 * i1 + ...`; a tensor of booleans
-if each element says that some such sums are not negative: `arange(n)[None, :] <= arange(n)[:, None]` is
-`i0 - i1 >= 0`.
+A tensor of integers is known if each element is `const + step0 * i0 + step1 * i1 + ...`. A tensor of booleans
+is known if an element is true where some such sums are not negative: `arange(n)[None, :] <= arange(n)[:,
+None]` is `i0 - i1 >= 0`.
 
-This is enough for the masks of Hugging Face's models, packed sequences included, and it proves where a sample
-would only suggest. Masks made from an input stay.
+This covers the masks of Hugging Face's models, including packed sequences, and holds for all sizes, which a
+sample would not show. Masks that are computed from an input are not known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WIDE = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Sum:
-    """An integer tensor: `const`, and what one step along each axis adds."""
+    """An integer tensor: `const`, and the difference per step along each axis."""
 
     const: sympy.Expr
     steps: tuple[sympy.Expr, ...]
@@ -32,7 +32,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class All:
-    """A boolean tensor: true where none of the sums is negative; without sums, true everywhere."""
+    """A boolean tensor: true where no sum is negative, and everywhere if there are no sums."""
 
     sums: frozenset[Sum]
     rank: int
@@ -51,14 +51,14 @@ _RULES: dict[Any, IndexRule] = {}
 
 
 class IndexValues:
-    """What is known of each node of a graph; None where nothing is."""
+    """The known values of a graph's nodes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self._known: dict[fx.Node, Known] = {}
 
     def of(self, node: Any) -> Known:
-        """What is known of a node, or of a number in its place."""
+        """The known value of a node or a number; None if it is not known."""
         if isinstance(node, bool):
             return All(frozenset(), 0) if node else Never(0)
         if isinstance(node, int):
@@ -66,7 +66,7 @@ class IndexValues:
         if not isinstance(node, fx.Node):
             return None
         if node not in self._known:
-            self._known[node] = None  # while it is looked at: a graph has no circles, yet may be deep
+            self._known[node] = None  # while its inputs are visited
             self._known[node] = self._look(node)
         return self._known[node]
 
@@ -86,7 +86,7 @@ class IndexValues:
 
 
 def of_tensor(value: Any) -> Known:
-    """What is known of a constant."""
+    """The known value of a constant tensor."""
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or not 0 < value.numel() <= 1 << 22:
         return None
     if value.dtype is torch.bool:
@@ -121,13 +121,13 @@ def _size(value: Any) -> sympy.Expr:
 
 
 def _fitted(known: Sum | All | Never, value: torch.Tensor) -> Known:
-    """The same over the result's axes; where a size is 1 there is no step."""
+    """The same values over the result's axes; an axis of size 1 has no step."""
     if isinstance(known, Never):
         return Never(value.dim())
     if isinstance(known, All):
         fitted = [_fitted(item, value) for item in known.sums]
-        kept = frozenset(item for item in fitted if isinstance(item, Sum) and not _never_negative(item))
-        return All(kept, value.dim())
+        sums = frozenset(item for item in fitted if isinstance(item, Sum) and not _never_negative(item))
+        return All(sums, value.dim())
     steps = (*(sympy.Integer(0),) * (value.dim() - len(known.steps)), *known.steps)
     return Sum(
         known.const, tuple(sympy.Integer(0) if n == 1 else s for s, n in zip(steps, value.shape, strict=True))
@@ -149,10 +149,10 @@ def _joined(a: Sum, b: Sum, sign: int) -> Sum:
 
 @_rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def _arange(values: IndexValues, node: fx.Node) -> Known:
-    given = [values.of(arg) for arg in node.args]
-    if node.meta["val"].is_floating_point() or not all(isinstance(item, Sum) for item in given):
+    arguments = [values.of(arg) for arg in node.args]
+    if node.meta["val"].is_floating_point() or not all(isinstance(item, Sum) for item in arguments):
         return None
-    numbers = [item.const for item in given if isinstance(item, Sum)]
+    numbers = [item.const for item in arguments if isinstance(item, Sum)]
     start = numbers[0] if len(numbers) > 1 else sympy.Integer(0)
     return Sum(start, (numbers[2] if len(numbers) > 2 else sympy.Integer(1),))
 
@@ -252,7 +252,7 @@ def _cat(values: IndexValues, node: fx.Node) -> Known:
     axis = int(node.args[1] if len(node.args) > 1 else 0) % node.meta["val"].dim()  # type: ignore[arg-type]
     if not all(isinstance(item, Sum) for item in items):
         return None
-    # One sum must give every part, each seen from where it starts. The last part says which.
+    # One sum must give every part from where it starts; it is computed from the last part.
     whole = items[-1]
     widths = [_size(part.meta["val"].shape[axis]) for part in parts]
     before = sum(widths[:-1], sympy.Integer(0))
@@ -286,7 +286,7 @@ def _index(values: IndexValues, node: fx.Node) -> Known:
 
 
 def _compare(difference: Callable[[Sum, Sum], Sum]) -> IndexRule:
-    """The rule of an operator that is true where this sum of its operands is not negative."""
+    """The rule of an operator that is true where this difference of its operands is not negative."""
 
     def rule(values: IndexValues, node: fx.Node) -> Known:
         a, b = values.of(node.args[0]), values.of(node.args[1])

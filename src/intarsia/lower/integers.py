@@ -1,7 +1,7 @@
-"""Integer arguments that may have any value, such as a timestep: those that a graph uses as numbers alone.
+"""Integer arguments that may have any value, such as a timestep, because the graph uses them as numbers.
 
-torch.export decides what varies: an integer that the model's Python needs stays what it is in the example.
-So does one that becomes a size, an index or an option of an operator, for which engines want a constant.
+torch.export decides what varies: an integer that the model's Python code needs keeps the example's value. So
+does one that becomes a size, an index or an option of an operator, which engines want as a constant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TAKE_NUMBERS = {
     *("add", "sub", "rsub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge"),
     *("fill", "full", "full_like", "scalar_tensor"),
 }
-# Other values to try, the nearest first: an integer that the user let vary may be a size or an index.
+# Other values that are tried, the nearest first, since the range of an integer may be small.
 _CHANGES: tuple[Callable[[int], int], ...] = (
     lambda n: n - 1,
     lambda n: n + 2,
@@ -41,9 +41,9 @@ _ARITHMETIC = {
 
 
 def plain_integers(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """The arguments of a call that are integers, by name; none where a GPU may record what it launches.
+    """The names of the arguments that are integers above 1; none on a GPU, whose graphs record values.
 
-    0 and 1 are often flags, and export takes an example of a negative number for no size; these stay.
+    0 and 1 are often flags, and export does not let a negative number vary.
     """
     values = _by_name(model, args, kwargs)
     names = [name for name, value in values.items() if type(value) is int and value > 1]
@@ -64,7 +64,7 @@ def _by_name(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
 def letting_vary(
     names: Sequence[str], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The `dynamic_shapes` of a call in which these integers vary, where torch can let them."""
+    """The `dynamic_shapes` of a call in which these integers vary."""
     values = _by_name(model, args, kwargs)
     return {
         name: Dim.AUTO if name in names else pytree.tree_map(lambda _: None, value)
@@ -73,7 +73,7 @@ def letting_vary(
 
 
 def used_as_numbers(program: ExportedProgram, names: Iterable[str]) -> list[str]:
-    """Those of the integers that vary in a program of fixed sizes, and are nothing but numbers there."""
+    """Those of the integers that vary in a program of fixed sizes and are used as numbers alone."""
     if any(_symbols(node) for node in program.graph.nodes):
         return []
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
@@ -82,14 +82,14 @@ def used_as_numbers(program: ExportedProgram, names: Iterable[str]) -> list[str]
     numbers = [node for node in nodes if isinstance(node.meta.get("val"), torch.SymInt)]
     free = [node for node in numbers if node.meta["val"].node.expr.is_Symbol and _is_number(node)]
     if set(program.range_constraints) - {node.meta["val"].node.expr for node in free}:
-        return []  # a number of the data, which may be an index, or an integer that is an index
+        return []  # another symbol: a number from data, or an integer that is used as an index
     return [
         name for name in names if any(re.fullmatch(rf"{name.lower()}(_\d+)?", node.name) for node in free)
     ]
 
 
 def _symbols(node: fx.Node) -> bool:
-    """Whether a node makes a tensor whose size varies."""
+    """Whether a node has a tensor whose size varies."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return any(
         isinstance(leaf, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in leaf.shape)
@@ -98,7 +98,7 @@ def _symbols(node: fx.Node) -> bool:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether all that reads an integer takes it as a number."""
+    """Whether all readers of an integer use it as a number."""
     for user in node.users:
         if user.target in _ARITHMETIC:
             if not _is_number(user):
@@ -113,7 +113,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def other_values(lowered: Lowered, example: Sequence[Any]) -> list[list[Any]]:
-    """The example with other values of the integers that vary, where the graph's conditions allow them."""
+    """The example with other values of the integers that vary, as far as the graph's guards allow."""
     nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
     places = [place for place, node in enumerate(nodes) if isinstance(node.meta.get("val"), torch.SymInt)]
     places = [place for place in places if type(example[place]) is int]

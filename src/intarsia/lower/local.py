@@ -1,8 +1,8 @@
-"""Small changes of a captured graph in place of tracing it again: writes to fresh memory, single operators.
+"""Local changes of a captured graph, instead of tracing it again: writes to fresh memory, single operators.
 
-`run_decompositions` traces the whole program again, which costs more than the export: one `diff` in a mask,
-or `hidden += residual` on a fresh result, made ResNet-50, GPT-2 and Llama be traced twice. Whatever is less
-clear than the cases here (views, varying sizes, complex numbers) is still traced again.
+`run_decompositions` traces the whole program again, which takes longer than the export. A `diff` in a mask,
+or `hidden += residual` on a fresh result, would have ResNet-50, GPT-2 and Llama traced twice. Everything less
+simple (views, varying sizes, complex numbers) is traced again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from intarsia.lower.lowered import note_replaced
 
 aten = torch.ops.aten
 
-# Written in place, and the same as a value.
+# In-place operators, and the same without the write.
 _AS_VALUES = {
     aten.add_.Tensor: aten.add.Tensor,
     aten.sub_.Tensor: aten.sub.Tensor,
@@ -29,8 +29,8 @@ _AS_VALUES = {
     aten.div_.Tensor: aten.div.Tensor,
     aten.relu_.default: aten.relu.default,
 }
-# Operators that make memory of their own and keep none of what they are given. Named, not asked for:
-# composite operators such as dropout hand out their input without saying so.
+# Operators whose results have memory of their own and keep no reference to their inputs. They are listed,
+# since some composite operators, such as dropout, may return their input and do not declare it.
 _FRESH = frozenset(
     {
         *_AS_VALUES.values(),
@@ -55,13 +55,13 @@ _FRESH = frozenset(
 
 
 def settle(graph: fx.Graph, table: dict[Any, Any], needs_work: Callable[[fx.Node], bool]) -> bool:
-    """Change a few nodes in place; False if one of them needs the whole program traced again.
+    """Change the nodes that need work one by one; False if one of them needs the whole program traced again.
 
-    The changes up to that point are correct on their own.
+    The changes before that one are correct on their own.
     """
     with torch.no_grad():
         settled = all(
-            _left_out(node) or _as_value(node) or _expanded(node, table)
+            _is_removed(node) or _is_out_of_place(node) or _is_expanded(node, table)
             for node in list(graph.nodes)
             if needs_work(node)
         )
@@ -69,8 +69,8 @@ def settle(graph: fx.Graph, table: dict[Any, Any], needs_work: Callable[[fx.Node
     return settled
 
 
-def _left_out(node: fx.Node) -> bool:
-    """Remove a `detach_`, which concerns gradients alone and returns its input."""
+def _is_removed(node: fx.Node) -> bool:
+    """Remove a `detach_`, which affects gradients alone and returns its input; whether it was one."""
     if node.target is not aten.detach_.default or any(user.op == "output" for user in node.users):
         return False
     (source,) = node.all_input_nodes
@@ -79,14 +79,14 @@ def _left_out(node: fx.Node) -> bool:
     return True
 
 
-def _as_value(node: fx.Node) -> bool:
-    """Make a write to memory that nobody else holds a value of its own."""
+def _is_out_of_place(node: fx.Node) -> bool:
+    """Replace a write to memory that no other value shares by a new value; whether that was possible."""
     value = _AS_VALUES.get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
     written = node.args[0] if node.args else None
     if value is None or not isinstance(written, fx.Node) or written.target not in _FRESH:
         return False
     if any(user is not node and user.target not in _FRESH for user in written.users):
-        return False  # it may be a view, or be handed out
+        return False  # the reader may be a view of it, or return it
     tensor = written.meta.get("val")
     others = [x.meta.get("val") for x in node.all_input_nodes]
     if not isinstance(tensor, torch.Tensor) or not all(
@@ -95,15 +95,15 @@ def _as_value(node: fx.Node) -> bool:
         return False
     rest = (*node.args[1:], *node.kwargs.values())
     if any(not isinstance(x, fx.Node) for x in rest) and not tensor.is_floating_point():
-        return False  # a number may have another dtype than what is written to
+        return False  # the result may have another dtype than the tensor that is written to
     note_replaced(node, [node.target])
     node.target = value
-    after = dict.fromkeys(_behind(node))
+    after = dict.fromkeys(_following(node))
     written.replace_all_uses_with(node, delete_user_cb=lambda user: user in after)
     return True
 
 
-def _behind(node: fx.Node) -> list[fx.Node]:
+def _following(node: fx.Node) -> list[fx.Node]:
     later, at = [], node.next
     while at.op != "root":
         later.append(at)
@@ -111,14 +111,14 @@ def _behind(node: fx.Node) -> list[fx.Node]:
     return later
 
 
-def _expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
-    """Put what an operator is made of in its place, traced by itself; sizes must be numbers."""
+def _is_expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
+    """Replace an operator of constant sizes by the operators it decomposes to; whether that was possible."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     results = [node, *(user for user in node.users if user.target is operator.getitem)]
     if any(user.op == "output" for result in results for user in result.users):
-        return False  # the program knows its results by name
+        return False  # the program refers to its results by name
     operands = node.all_input_nodes
     fakes = [argument.meta.get("val") for argument in operands]
     if not all(_is_plain(fake) for fake in (*fakes, node.meta.get("val"))):
@@ -126,32 +126,32 @@ def _expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
     traced = _traced(node, fakes, table)
     if traced is None:
         return False
-    known: dict[fx.Node, Any] = {}
+    copies: dict[fx.Node, Any] = {}
     inputs = iter(operands)
     with node.graph.inserting_before(node):
         for inner in traced.graph.nodes:
             if inner.op == "placeholder":
-                known[inner] = next(inputs)
+                copies[inner] = next(inputs)
             elif inner.op == "call_function":
-                copy = node.graph.node_copy(inner, known.__getitem__)
-                source = NodeSource(node, "intarsia.lower")  # so that its name before is known
+                copy = node.graph.node_copy(inner, copies.__getitem__)
+                source = NodeSource(node, "intarsia.lower")  # so that its former name is known
                 copy.meta = {**node.meta, "val": inner.meta.get("val"), "from_node": [source]}
                 note_replaced(copy, [target])
-                known[inner] = copy
+                copies[inner] = copy
     (returned,) = next(iter(reversed(traced.graph.nodes))).args
     if isinstance(returned, fx.Node):
-        node.replace_all_uses_with(known[returned])
+        node.replace_all_uses_with(copies[returned])
     else:
         for user in list(node.users):
             assert isinstance(returned, list | tuple)
-            user.replace_all_uses_with(known[returned[user.args[1]]])  # type: ignore[index]
+            user.replace_all_uses_with(copies[returned[user.args[1]]])  # type: ignore[index]
             node.graph.erase_node(user)
     node.graph.erase_node(node)
     return True
 
 
 def _traced(node: fx.Node, fakes: list[Any], table: dict[Any, Any]) -> fx.GraphModule | None:
-    """The graph of one operator; None where it holds anything but calls of operators that write nothing."""
+    """The graph of one operator; None if it has anything but calls of operators that write nothing."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     places = {argument: place for place, argument in enumerate(node.all_input_nodes)}
@@ -166,10 +166,10 @@ def _traced(node: fx.Node, fakes: list[Any], table: dict[Any, Any]) -> fx.GraphM
 
     modes = [getattr(x, "fake_mode", None) for x in pytree.tree_leaves(node.meta.get("val"))]
     try:
-        # What an operator without operands makes must be as fake as the rest of the program.
+        # An operator without operands must make fake tensors as the rest of the program.
         with modes[0] or nullcontext():
             traced = make_fx(call, decomposition_table=table)(*fakes)
-    except Exception:  # the long way says what is wrong with it
+    except Exception:  # tracing the whole program reports the error
         return None
     for inner in traced.graph.nodes:
         if inner.op not in ("placeholder", "call_function", "output"):
@@ -181,7 +181,7 @@ def _traced(node: fx.Node, fakes: list[Any], table: dict[Any, Any]) -> fx.GraphM
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is tensors of known sizes."""
+    """Whether a value is tensors of constant sizes."""
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and all(
         isinstance(x, torch.Tensor)

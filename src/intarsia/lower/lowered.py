@@ -1,4 +1,4 @@
-"""The graph the partitioner sees: functional ATen, weights as attributes, a flat list in and out."""
+"""The lowered graph: functional ATen, weights as attributes, a flat list of inputs and of outputs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.lower.output_views import IN_ROWS, Layouts, OutputView
+from intarsia.lower.result_memory import IN_ROWS, Layouts, OutputView
 
 
 class Role(Enum):
-    """What an output of the graph is for."""
+    """What happens to an output of the graph."""
 
     USER = "returned to the caller"
     BUFFER = "written back to a buffer"
@@ -25,7 +25,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One flat input: from the caller (`index` in the flattened call) or a buffer the model changes."""
+    """One flat input: an argument (`index` in the flattened call) or a buffer that the model changes."""
 
     name: str
     index: int | None = None
@@ -36,9 +36,9 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class GraphOutput:
-    """One flat output; `target` names the buffer or input it is written to.
+    """One flat output; `target` names the buffer or input that it is written to.
 
-    `is_input`: the model returns an input itself. `twin`: it returns one tensor twice, first at that place.
+    `is_input`: the output is an input itself. `twin`: the output is the same tensor as the one at this place.
     """
 
     role: Role
@@ -51,7 +51,7 @@ class GraphOutput:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A functional graph, and how a call maps onto it."""
+    """A functional graph, and how a call of the model maps to it."""
 
     module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
@@ -61,30 +61,42 @@ class Lowered:
     buffers: dict[str, torch.Tensor]
     input_names: tuple[str, ...]
     range_constraints: dict[Any, Any]
-    guards: tuple[str, ...] = ()  # what else the graph takes for granted about sizes, as export writes it
-    notes: tuple[str, ...] = ()  # what a user should know of how the model was captured
-    program: ExportedProgram | None = None  # what it was made of, so that other weights can be put in
-    views: tuple[OutputView | None, ...] = ()  # of the user's results, those that share memory in the model
-    layouts: Layouts = IN_ROWS  # how the same lie in memory in the model
+    guards: tuple[str, ...] = ()  # conditions on sizes that the graph assumes, as export writes them
+    notes: tuple[str, ...] = ()  # for the user, on how the model was captured
+    program: ExportedProgram | None = None  # the captured program, for a refit
+    views: tuple[OutputView | None, ...] = ()  # for each of the user's results, how it shares memory
+    layouts: Layouts = IN_ROWS  # the memory layouts of the user's results
 
 
 def example_inputs(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What the graph is fed for an example call, in the order of its placeholders."""
+    """The inputs of the graph for a call, in the order of its placeholders."""
     flat, _ = pytree.tree_flatten((tuple(args), dict(kwargs)))
     return [lowered.buffers[i.buffer] if i.buffer else flat[i.index or 0] for i in lowered.inputs]
 
 
-# Operators that lowering replaced, kept with what took their place: users name what they wrote.
+# Operators that lowering replaced. Their names are kept at the nodes that replace them, for the user's
+# options.
 
 _KEY = "intarsia.replaces"
 
 
 def note_replaced(node: fx.Node, targets: list[Any]) -> None:
-    """Let a node answer to the names of the operators it stands for, besides its own."""
+    """Record the names of operators that a node replaces."""
     node.meta[_KEY] = tuple(dict.fromkeys([*node.meta.get(_KEY, ()), *map(str, targets)]))
 
 
 def replaced_by(node: fx.Node) -> tuple[str, ...]:
-    """The full names of the operators that a node stands for."""
+    """The full names of the operators that a node replaces."""
     names: tuple[str, ...] = node.meta.get(_KEY, ())
     return names
+
+
+_NAMED = 3  # nodes in a note
+
+
+def note_left(module: fx.GraphModule, what: str, left: Mapping[str, Sequence[str]]) -> None:
+    """Leave a note for the user for each reason why nodes of these names stay as they are."""
+    for reason, names in left.items():
+        more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+        notes = module.meta.setdefault("left", [])
+        notes.append(f"{what}: {', '.join(names[:_NAMED])}{more}: {reason}")

@@ -1,4 +1,4 @@
-"""ExportedProgram to the graph the partitioner sees."""
+"""Lowering an ExportedProgram: decompositions, unlifting, passes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from intarsia.errors import LoweringError
-from intarsia.lower import fourier  # noqa: F401  (their rules are found in the table)
+from intarsia.lower import fourier  # noqa: F401  (registers its rules)
 from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
 from intarsia.lower.decompositions import composites_of, decomposition_table, registered_decompositions
 from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered, note_replaced
-from intarsia.lower.output_views import output_layouts, output_views
 from intarsia.lower.passes import run_passes
 from intarsia.lower.purity import alias_of, may_copy, written_arguments
+from intarsia.lower.result_memory import output_layouts, output_views
 from intarsia.lower.retrace import decomposed
 from intarsia.lower.unlift import unlift
 from intarsia.plain_tensors import is_traceable_subclass
@@ -28,11 +28,11 @@ aten = torch.ops.aten
 
 
 def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Lowered:
-    """Functionalise and decompose where needed, unlift, run the passes.
+    """The program as a functional graph, decomposed where needed and simplified by the passes.
 
-    Decomposing traces the whole program again, which costs more than all the rest; a program that
-    changes nothing in place and whose operators all have converters is taken as it is, and one where a few
-    nodes write to memory of their own, or have no converter, is changed there alone.
+    Decomposing a program traces it again, which takes longer than everything else. A program is not traced
+    again if it writes nothing and all its operators have converters. If only a few nodes write to fresh
+    memory or have no converter, these are changed alone.
     """
     captured = program
     inline_grad_modes(program.graph_module)
@@ -48,7 +48,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     def needs_work(node: fx.Node) -> bool:
         return _needs_work(node, table)
 
-    # torch takes the weights of subclasses apart where it decomposes the whole program.
+    # torch replaces weights of traceable subclasses by their parts when it decomposes the whole program.
     subclasses = any(map(is_traceable_subclass, program.state_dict.values()))
     needed = subclasses or any(map(needs_work, program.graph.nodes))
     if needed and (complex_values or subclasses or not settle(program.graph, table, needs_work)):
@@ -59,24 +59,24 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     for module in (lowered.module, *_bodies(lowered.module)):
         _free_views(module.graph)
         run_passes(module)
-    notes = (*lowered.notes, *lowered.module.meta.get("unpacked", ()))
+    notes = (*lowered.notes, *lowered.module.meta.get("left", ()))
     return replace(lowered, program=captured, views=views, layouts=layouts, notes=notes)
 
 
 def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graphs inside: bodies of control flow, and bodies within those."""
+    """The graphs inside a graph: bodies of control flow, at any depth."""
     return [inner for inner in module.modules() if isinstance(inner, fx.GraphModule) and inner is not module]
 
 
 def _free_views(graph: fx.Graph) -> None:
-    """Views become reshapes: a view presumes the strides it was traced with, and engines keep their own."""
+    """Replace views by reshapes: a view assumes the strides of the trace, and engines have their own."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (aten.view.default, aten._unsafe_view.default):
             note_replaced(node, [node.target])
             node.target = aten.reshape.default
 
 
-# Composite operators that write to their running statistics without saying so in their schema.
+# Composite operators that write to running statistics, which their schema does not say.
 _TRAINING_FLAG = {aten.batch_norm.default: 5, aten.instance_norm.default: 5}
 
 
@@ -85,12 +85,12 @@ def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
         return False
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return True  # bodies are traced as they were written
+        return True  # export does not decompose bodies
     if not isinstance(target, torch._ops.OpOverload):
-        # What vmap and its kin leave in the graph works on wrapped tensors; tracing once more resolves it.
+        # torch.vmap leaves functions on wrapped tensors in the graph, which tracing again resolves.
         return getattr(target, "__module__", "").startswith("torch._functorch")
     if target is aten.sym_size.int:
-        return False  # in torch's table, which makes the same of it again
+        return False  # its rule in torch's table gives the same node
     if target._schema.is_mutable or target in table:
         return True
     flag = _TRAINING_FLAG.get(target)
@@ -98,7 +98,7 @@ def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
 
 
 def inline_grad_modes(module: fx.GraphModule) -> None:
-    """Put the body of every `wrap_with_set_grad_enabled` in its place."""
+    """Inline the body of every `wrap_with_set_grad_enabled`."""
     wrap = getattr(torch.ops.higher_order, "wrap_with_set_grad_enabled", None)
     for node in list(module.graph.nodes):
         if node.op == "call_function" and wrap is not None and node.target is wrap:
@@ -138,31 +138,32 @@ _EXPANSIONS = (
 
 
 def refuse_overlapping_writes(graph: fx.Graph) -> None:
-    """Raise where a node changes an expanded tensor, or a view of one, in place."""
+    """Raise LoweringError if a node changes an expanded tensor, or a view of one, in place."""
     for node in graph.nodes:
-        for held in written_arguments(node):
-            shown = _expanded(held)
-            if shown is not None:
+        for value in written_arguments(node):
+            expanded = _expanded(value)
+            if expanded is not None:
                 raise LoweringError(
-                    f"{node.target} ({node.name}) changes a view of {shown.name} ({shown.target}) in place, "
-                    "which may show the same memory several times; clone() it before writing to it"
+                    f"{node.target} ({node.name}) changes a view of {expanded.name}"
+                    f" ({expanded.target}) in place,"
+                    " which may contain the same memory several times; clone() it before writing to it"
                 )
 
 
 def _expanded(node: fx.Node) -> fx.Node | None:
-    """The expansion that makes a tensor, itself included."""
+    """The operator that expanded a tensor or its base; None if none did."""
     at: fx.Node | None = node
     while at is not None:
         if isinstance(at.target, torch._ops.OpOverload) and at.target._schema.name in _EXPANSIONS:
             return at
         base = alias_of(at)
         if base is not None and may_copy(at) and _strides(at) != _strides(base):
-            return None  # it copied
+            return None  # the operator copied
         at = base
     return None
 
 
 def _strides(node: fx.Node) -> list[str]:
-    """As texts: comparing sizes that vary would fix them."""
+    """The strides as text, since comparing symbolic sizes would add guards."""
     value = node.meta.get("val")
     return list(map(str, value.stride())) if isinstance(value, torch.Tensor) else []

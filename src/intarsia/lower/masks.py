@@ -1,8 +1,8 @@
-"""Attention masks that need not be: one that is true everywhere is none, one that is causal is a flag.
+"""Attention masks that are not needed: one that is true everywhere is removed, a causal one becomes a flag.
 
-Models make their masks out of positions with a dozen operators, whether or not the user gave one. Where it
-depends on sizes and constants alone, a mask is looked at here, once for all engines: with fixed sizes by
-computing it, with sizes that vary by what is provable of it for any (see `index_values`).
+Models compute their masks from positions with a dozen operators, also if the user passes none. A mask that
+depends on sizes and constants alone is analyzed here, once for all engines: it is computed if its sizes are
+constant, and otherwise derived for all sizes (see `index_values`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from intarsia.lower.purity import is_pure
 
 aten = torch.ops.aten
 _ANDS = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor)
-MOST_ELEMENTS = 1 << 24  # of a mask that is computed to be looked at
+MOST_ELEMENTS = 1 << 24  # of a mask that is computed
 
 
 class MaskKind(Enum):
-    """What a mask is known to do."""
+    """The effect of a mask."""
 
-    ALL_TRUE = "lets everything through"
-    ALL_FALSE = "lets nothing through"
-    CAUSAL = "lets through what does not come later"
+    ALL_TRUE = "hides nothing"
+    ALL_FALSE = "hides everything"
+    CAUSAL = "hides later positions"
 
 
 def simplify_masks(module: fx.GraphModule) -> None:
-    """Take out masks that hide nothing, and turn causal ones into `is_causal=True`."""
+    """Remove masks that hide nothing, and replace causal ones by `is_causal=True`."""
     values = IndexValues(module)
     for node in list(module.graph.nodes):
         if node.op != "call_function":
@@ -39,7 +39,7 @@ def simplify_masks(module: fx.GraphModule) -> None:
         if node.target is aten.scaled_dot_product_attention.default:
             _simplify_attention(module, values, node)
         elif node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-            # Filled where the mask is true: nothing, if it is false everywhere.
+            # `masked_fill` fills where the mask is true, so nothing if it is false everywhere.
             if mask_kind(module, values, node.args[1]) is MaskKind.ALL_FALSE:
                 _replace(node, node.args[0])
         elif node.target in _ANDS:
@@ -66,25 +66,25 @@ def _simplify_attention(module: fx.GraphModule, values: IndexValues, node: fx.No
 
 
 def _replace_expanded(node: fx.Node, by: Any) -> None:
-    """Take the other part of an `and` for the whole, without memory for what repeats.
+    """Replace an `and` by its other operand, expanded without a copy.
 
-    A mask of padding is the same for every query. Kernels read it as one row then.
+    A mask of padding is the same for every query, and kernels read an expanded one as one row.
     """
-    made, given = node.meta.get("val"), by.meta.get("val") if isinstance(by, fx.Node) else None
-    if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
+    value, other = node.meta.get("val"), by.meta.get("val") if isinstance(by, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return
-    if not made.dtype == given.dtype == torch.bool:
+    if not value.dtype == other.dtype == torch.bool:
         return
-    sizes = [_size(node, size) for size in made.shape]
+    sizes = [_size(node, size) for size in value.shape]
     if all(size is not None for size in sizes):
         with node.graph.inserting_before(node):
             expanded = node.graph.call_function(aten.expand.default, (by, sizes))
-        expanded.meta = dict(node.meta) | {"val": given.expand(made.shape)}
+        expanded.meta = dict(node.meta) | {"val": other.expand(value.shape)}
         node.replace_all_uses_with(expanded)
 
 
 def _size(before: fx.Node, size: Any) -> Any:
-    """A size as an argument: a number, or the node before this one that has it."""
+    """A size as an argument: a number, or a node with that value before this one; None if there is none."""
     if isinstance(size, int):
         return size
     for node in before.graph.nodes:
@@ -97,15 +97,15 @@ def _size(before: fx.Node, size: Any) -> Any:
 
 
 def _replace(node: fx.Node, by: Any) -> None:
-    made, given = node.meta.get("val"), by.meta.get("val") if isinstance(by, fx.Node) else None
-    if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
+    value, other = node.meta.get("val"), by.meta.get("val") if isinstance(by, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return
-    if made.shape == given.shape and made.dtype == given.dtype:
+    if value.shape == other.shape and value.dtype == other.dtype:
         node.replace_all_uses_with(by)
 
 
 def mask_kind(module: fx.GraphModule, values: IndexValues, mask: Any) -> MaskKind | None:
-    """What a mask is known to do, whatever the inputs; None if it depends on them."""
+    """The effect of a mask for all inputs; None if it depends on them."""
     if not isinstance(mask, fx.Node):
         return None
     kind = _kind_of_known(values.of(mask))
@@ -133,7 +133,7 @@ def _kind_of_tensor(mask: torch.Tensor) -> MaskKind | None:
         if not bool(mask.any()):
             return MaskKind.ALL_FALSE
         allowed = mask
-    elif mask.is_floating_point():  # added to the scores: zero lets through, the lowest number hides
+    elif mask.is_floating_point():  # it is added to the scores: zero hides nothing, the lowest number does
         allowed = mask == 0
         hidden = (mask == -torch.inf) | (mask == torch.finfo(mask.dtype).min)
         if not bool((allowed | hidden).all()):
@@ -149,27 +149,27 @@ def _kind_of_tensor(mask: torch.Tensor) -> MaskKind | None:
 
 
 def _computed(module: fx.GraphModule, mask: fx.Node) -> torch.Tensor | None:
-    """The mask's value, if it depends on constants alone and is small enough to look at."""
+    """The value of a mask that depends on constants alone and is small; otherwise None."""
     value = mask.meta.get("val")
     if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
         return None
     order = _cone(mask)
     if order is None or value.numel() > MOST_ELEMENTS:
         return None
-    known: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
     with torch.no_grad():
         for node in order:
             if node.op == "get_attr":
-                known[node] = getattr(module, str(node.target))
+                values[node] = getattr(module, str(node.target))
             else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    value = known[mask]
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    value = values[mask]
     return value if isinstance(value, torch.Tensor) else None
 
 
 def _cone(mask: fx.Node) -> list[fx.Node] | None:
-    """What a node is computed from, in the order it is computed; None if an input or chance is among it."""
+    """The nodes that a node is computed from, in order; None if one is an input or draws random numbers."""
     cone: dict[fx.Node, None] = {}
     waiting = [mask]
     while waiting:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.lower.lowered import note_replaced
-from intarsia.lower.purity import dequantizes, is_pure_operator
+from intarsia.lower.constants import FLOATS_OF_8_BITS, Values, behind, constants_of
+from intarsia.lower.lowered import note_left, note_replaced
 from intarsia.memory import release_freed
 from intarsia.quantized import EMBEDDING, LINEAR, dequantized
 
@@ -32,9 +32,6 @@ _BLOCKS = (256, 128, 64, 32, 16)  # columns; scales of smaller groups would take
 _SHORT_BLOCK = 64  # of fewer columns, a row that has one scale is not divided
 _AT_A_TIME = 1 << 20  # numbers that are compared at a time
 _FEWEST_BITS = 2  # of a weight; fewer bytes of integers in a weight's constants are places, not the weight
-_NAMED = 3  # nodes in a note
-_FLOATS_OF_8_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
-_SHORT = frozenset({torch.int8, torch.uint8, torch.int32}) | _FLOATS_OF_8_BITS
 # Products and lookups: where the weight stands, and whether its rows are the columns of the product's result.
 _READERS: dict[Any, tuple[int, bool]] = {
     aten.linear.default: (1, False),
@@ -83,7 +80,7 @@ class _Packed:
 
 def pack_weights(module: fx.GraphModule) -> None:
     """Let products and embeddings read their quantized weights in the bits that they have."""
-    constants = _constants(module)
+    constants = constants_of(module)
     packed: dict[tuple[fx.Node, bool], _Packed] = {}
     left: dict[str, list[str]] = {}
     for node in list(module.graph.nodes):
@@ -101,28 +98,7 @@ def pack_weights(module: fx.GraphModule) -> None:
             _replace(module, node, packed[source, turned], name)
         except _Unpackable as reason:
             left.setdefault(str(reason), []).append(node.name)
-    for said, names in left.items():
-        more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
-        notes = module.meta.setdefault("unpacked", [])
-        notes.append(f"these weights are not stored in few bits: {', '.join(names[:_NAMED])}{more}: {said}")
-
-
-def _constants(module: fx.GraphModule) -> dict[fx.Node, int]:
-    """The nodes that depend on constants alone, with the bytes of the largest that holds integers."""
-    known: dict[fx.Node, int] = {}
-    for node in module.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "get_attr":
-            held = getattr(module, str(node.target), None)
-            if isinstance(held, torch.Tensor) and held.layout is torch.strided:
-                known[node] = held.nbytes if held.dtype in _SHORT else 0
-        elif node.op == "call_function" and all(source in known for source in node.all_input_nodes):
-            target = node.target
-            is_static = isinstance(value, torch.Tensor) and all(isinstance(s, int) for s in value.shape)
-            pure = isinstance(target, torch._ops.OpOverload) and is_pure_operator(target)
-            if is_static and pure and not dequantizes(target):
-                known[node] = max((known[source] for source in node.all_input_nodes), default=0)
-    return known
+    note_left(module, "these weights are not stored in few bits", left)
 
 
 def _reads_activation(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
@@ -148,9 +124,9 @@ def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
 
     Of the matrices on the way as few as can be are there at a time: each may be eight times the result.
     """
-    values = _Values(module)
+    values = Values(module)
     origin, moves = _origin(weight)
-    if any(one.op == "get_attr" and values.of(one).dtype in _FLOATS_OF_8_BITS for one in _behind(origin)):
+    if any(one.op == "get_attr" and values.of(one).dtype in FLOATS_OF_8_BITS for one in behind(origin)):
         raise _Unpackable("its numbers are floats of 8 bits, which engines read as float32")
 
     def matrix(side: torch.Tensor) -> torch.Tensor:
@@ -181,62 +157,6 @@ def _stands_for(packed: _Packed, dense: torch.Tensor) -> bool:
     return True
 
 
-class _Values:
-    """What nodes compute of constants, each once and as long as it is needed."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._module = module
-
-    def of(self, node: fx.Node) -> torch.Tensor:
-        """The value of a node; the values that lead to it are dropped on the way."""
-        chain = sorted(_behind(node))
-        last = {source: one for one in chain for source in one.all_input_nodes}
-        values: dict[fx.Node, Any] = {}
-        for one in chain:
-            if one.op == "get_attr":
-                values[one] = getattr(self._module, str(one.target)).detach()
-                continue
-            args, kwargs = fx.map_arg((one.args, one.kwargs), values.__getitem__)
-            with torch.no_grad():
-                function: Any = one.target
-                values[one] = function(*args, **kwargs)
-            for source in one.all_input_nodes:
-                if last[source] is one and source is not node:
-                    del values[source]
-        return values[node]  # type: ignore[no-any-return]
-
-    def factor(self, arg: Any) -> torch.Tensor:
-        """The value of an argument, which may be a number."""
-        return self.of(arg) if isinstance(arg, fx.Node) else torch.tensor(arg)
-
-    def held(self, node: fx.Node, content: torch.Tensor) -> torch.Tensor:
-        """The same bytes where the model has them, if it holds them in this order."""
-        for leaf in sorted(_behind(node)):
-            if leaf.op != "get_attr":
-                continue
-            own: torch.Tensor = getattr(self._module, str(leaf.target)).detach()
-            if own.dtype in _SHORT and own.nbytes == content.nbytes and own.is_contiguous():
-                alike = own.view(torch.uint8).view(content.shape)
-                if torch.equal(alike, content):
-                    return alike
-        return content
-
-    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a node is given besides its first argument."""
-        return fx.map_arg((node.args[1:], node.kwargs), self.of)
-
-
-def _behind(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it is computed of."""
-    seen, waiting = set[fx.Node](), [node]
-    while waiting:
-        one = waiting.pop()
-        if one not in seen:
-            seen.add(one)
-            waiting += one.all_input_nodes
-    return seen
-
-
 def _origin(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """The product of integers and scales that makes a weight, and the nodes that move its numbers then."""
     node, moves = weight, list[fx.Node]()
@@ -254,14 +174,14 @@ def _is_float(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _moved(values: _Values, moves: Sequence[fx.Node], tensor: torch.Tensor) -> torch.Tensor:
+def _moved(values: Values, moves: Sequence[fx.Node], tensor: torch.Tensor) -> torch.Tensor:
     for node in moves:
         args, kwargs = values.arguments(node)
         tensor = node.target(tensor, *args, **kwargs)  # type: ignore[operator]
     return tensor
 
 
-def _factors(values: _Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(values: Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
     """The integers less their zero points, and the scales."""
     if origin.op == "get_attr" or origin.target in _CASTS:
         numbers = values.of(origin)

@@ -1,4 +1,4 @@
-"""FX passes in the order they run: strides, identities, constants, masks, equal work, dead code."""
+"""The passes over a lowered graph, in the order they run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from intarsia.errors import LoweringError
+from intarsia.lower.integer_products import find_integer_products
 from intarsia.lower.lowered import note_replaced
 from intarsia.lower.masks import simplify_masks
 from intarsia.lower.packing import pack_weights
@@ -20,7 +21,7 @@ PASSES: list[Pass] = []
 
 
 def lowering_pass(function: Pass) -> Pass:
-    """Add a pass at the end of the list; it edits the graph in place and keeps its answers."""
+    """Add a pass at the end of the list. It edits the graph in place and must not change its results."""
     if any(function.__name__ == other.__name__ for other in PASSES):
         raise LoweringError(f"a lowering pass named {function.__name__} is registered already")
     PASSES.append(function)
@@ -28,7 +29,7 @@ def lowering_pass(function: Pass) -> Pass:
 
 
 def run_passes(module: fx.GraphModule) -> None:
-    """All passes once, in order; a pass that breaks the graph is named."""
+    """Run all passes once, in order. The error of a pass that breaks the graph names the pass."""
     for function in PASSES:
         function(module)
         try:
@@ -38,9 +39,10 @@ def run_passes(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-# `as_strided` reads memory by strides, and engines keep their own: it is pinned to the traced layout.
-
-# These look at the memory of their first argument; a reshape may copy and so is not among them.
+# `as_strided` reads memory by strides. Engines have strides of their own, so it is made to read the traced
+# layout.
+#
+# Views of the memory of their first argument. A reshape may copy and is not one of them.
 _VIEWS = frozenset(
     {
         aten.t.default,
@@ -60,11 +62,11 @@ _VIEWS = frozenset(
 
 @lowering_pass
 def pin_strides(module: fx.GraphModule) -> None:
-    """Let every `as_strided` read a flat vector that holds its base in the order it lay when traced.
+    """Make every `as_strided` read a flat vector with the elements of its base in the traced order.
 
     as_strided(view of base, size, stride, offset) = as_strided(flat, size, stride, offset), where flat is the
-    base with its dimensions in order of memory, as one row. An input read this way must come with the
-    strides it was traced with: `module.meta["strides"]` names them, and a call checks them.
+    base with its dimensions in the order of memory, as one row. An input that is read this way must have the
+    strides of the trace: `module.meta["strides"]` has them, and calls check them.
     """
     module.meta["strides"] = {}
     for node in list(module.graph.nodes):
@@ -76,8 +78,8 @@ def _pin(module: fx.GraphModule, node: fx.Node) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     traced = source.meta["val"]
-    given: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
-    offset = traced.storage_offset() if given is None else given
+    argument: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    offset = traced.storage_offset() if argument is None else argument
     base, views = source, []
     while base.op == "call_function" and base.target in _VIEWS:
         views.append(base.target)
@@ -87,8 +89,8 @@ def _pin(module: fx.GraphModule, node: fx.Node) -> None:
     packed = value.permute(order)
     if not packed.is_contiguous() or value.storage_offset() != 0:
         raise LoweringError(
-            f"as_strided over {base.name}, whose elements do not lie side by side (strides {value.stride()}),"
-            " cannot be compiled: what it reads between them is unknown"
+            f"as_strided over {base.name}, whose elements are not contiguous (strides {value.stride()}),"
+            " cannot be compiled: the memory between them is unknown"
         )
     if base.op == "placeholder":
         module.meta["strides"][base.name] = tuple(value.stride())
@@ -102,7 +104,7 @@ def _pin(module: fx.GraphModule, node: fx.Node) -> None:
     node.kwargs = {}
 
 
-# Nodes that do nothing.
+# Nodes that return their input.
 
 _IDENTITY = frozenset(
     {
@@ -131,9 +133,9 @@ _CHECKS = frozenset(
 
 @lowering_pass
 def remove_checks(module: fx.GraphModule) -> None:
-    """Assertions of the trace on sizes and kinds of tensors, which a compiled module checks at every call.
+    """Remove assertions on sizes and dtypes, since a compiled module checks these at every call.
 
-    What the model itself asserts of values (`torch._check` of an `item()`, `torch._assert_async`) stays.
+    Assertions of the model on values (`torch._check` of an `item()`, `torch._assert_async`) stay.
     """
     for node in reversed(module.graph.nodes):
         if node.op != "call_function" or node.target not in _CHECKS:
@@ -153,7 +155,7 @@ def _reads_a_value(node: fx.Node) -> bool:
         node = waiting.pop()
         if node.target in _ITEMS:
             return True
-        # The size of a result that depends on data, such as nonzero's, is in its range by construction.
+        # A size that depends on data, such as nonzero's, is in its range by construction.
         for source in node.all_input_nodes:
             if source not in seen and not isinstance(source.meta.get("val"), torch.Tensor):
                 seen.add(source)
@@ -163,7 +165,7 @@ def _reads_a_value(node: fx.Node) -> bool:
 
 @lowering_pass
 def remove_identities(module: fx.GraphModule) -> None:
-    """Detach, alias, dropout in evaluation, casts to the same dtype, copies whose layout nobody sees."""
+    """Remove detach, alias, dropout in evaluation, casts to the same dtype, and copies."""
     output = next(iter(reversed(module.graph.nodes)))
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not _is_identity(node):
@@ -171,8 +173,8 @@ def remove_identities(module: fx.GraphModule) -> None:
         source = node.args[0]
         if not isinstance(source, fx.Node):
             continue
-        # A copy of an input that is returned must stay a copy, since the caller may write into it; and
-        # so must every copy where the model itself writes to its inputs or buffers.
+        # A returned copy of an input stays a copy, since the caller may write to it. If the model itself
+        # writes to inputs or buffers, every copy stays.
         returned = output in node.users and source.op in ("placeholder", "get_attr")
         if node.target in _COPIES and (returned or module.meta.get("writes")):
             continue
@@ -208,15 +210,17 @@ _CASTS = frozenset(
 )
 
 
-lowering_pass(pack_weights)  # before constants are folded, which would make numbers of the integers
+# Before constants are folded, which would unpack the integers:
+lowering_pass(pack_weights)
+lowering_pass(find_integer_products)
 
 
-# Constant folding: what depends on weights alone is computed once, unless that would blow it up.
-
-# A folded value may not take more memory than what it was made from, beyond this allowance.
+# Constant folding: values that depend on weights alone are computed once.
+#
+# A folded value may take this much more memory than the values it is computed from.
 ALLOWANCE = 1 << 20
 
-# These repeat one element many times: an engine broadcasts for nothing, a folded copy would be stored whole.
+# Operators that repeat elements: engines broadcast without memory, but a folded value would be stored whole.
 _EXPANDING = frozenset(
     {
         aten.expand.default,
@@ -239,22 +243,22 @@ _FILLING = frozenset(
 
 @lowering_pass
 def fold_constants(module: fx.GraphModule) -> None:
-    """Replace nodes whose inputs are all constant by their value; never an expanded or random one."""
-    known: dict[fx.Node, Any] = {}
+    """Replace nodes that depend on constants alone by their values, except expanded and random ones."""
+    values: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
             value = getattr(module, str(node.target), None)
             if isinstance(value, torch.Tensor):
-                known[node] = value
-        elif node.op == "call_function" and _foldable(node, known):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                values[node] = value
+        elif node.op == "call_function" and _foldable(node, values):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             with torch.no_grad():
-                known[node] = node.target(*args, **kwargs)
-    for node, value in known.items():
+                values[node] = node.target(*args, **kwargs)
+    for node, value in values.items():
         if node.op == "get_attr" or not isinstance(value, torch.Tensor):
             continue
-        if all(user in known for user in node.users):
-            continue  # an inner value of a folded chain; dead once its readers are folded
+        if all(user in values for user in node.users):
+            continue  # an inner value of a folded chain, which is dead once its readers are folded
         name = f"_folded_{node.name}"
         module.__dict__[name] = value
         with module.graph.inserting_before(node):
@@ -263,21 +267,21 @@ def fold_constants(module: fx.GraphModule) -> None:
         node.replace_all_uses_with(constant)
 
 
-def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
-    if not all(source in known for source in node.all_input_nodes):
+def _foldable(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    if not all(source in values for source in node.all_input_nodes):
         return False
     target = node.target
     result = node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload):
-        # getitem of a folded tuple; arithmetic on sizes is not constant
+        # An item of a folded tuple. Arithmetic on sizes is not constant.
         return bool(node.all_input_nodes) and target.__name__ == "getitem" if callable(target) else False
     if not is_pure_operator(target) or dequantizes(target):
         return False
-    values = result if isinstance(result, list | tuple) else [result]
-    if not all(isinstance(value, torch.Tensor) and _is_static(value) for value in values):
+    results = result if isinstance(result, list | tuple) else [result]
+    if not all(isinstance(value, torch.Tensor) and _is_static(value) for value in results):
         return False
-    size = sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
-    sources = sum(_bytes(known[source]) for source in node.all_input_nodes)
+    size = sum(value.numel() * value.element_size() for value in results if isinstance(value, torch.Tensor))
+    sources = sum(_bytes(values[source]) for source in node.all_input_nodes)
     if target in _EXPANDING or target in _FILLING:
         return size <= max(sources, 64)
     return size <= sources + ALLOWANCE
@@ -298,7 +302,7 @@ lowering_pass(simplify_masks)
 
 @lowering_pass
 def share_equal_work(module: fx.GraphModule) -> None:
-    """Common subexpressions: a node equal to an earlier one takes its value."""
+    """Replace a node that equals an earlier one by that one (common subexpressions)."""
     seen: dict[Any, fx.Node] = {}
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
@@ -309,7 +313,7 @@ def share_equal_work(module: fx.GraphModule) -> None:
             continue
         try:
             twin = seen.setdefault(key, node)
-        except TypeError:  # an argument that cannot be hashed: leave the node alone
+        except TypeError:  # an argument cannot be hashed
             continue
         if twin is not node:
             node.replace_all_uses_with(twin)
@@ -323,13 +327,13 @@ def _freeze(value: Any) -> Any:
         return tuple((key, _freeze(item)) for key, item in value.items())
     if isinstance(value, slice):
         return ("slice", value.start, value.stop, value.step)
-    # 1, 1.0 and True are equal and hash alike, yet mean different dtypes.
+    # 1, 1.0 and True are equal and have equal hashes, but mean different dtypes.
     return (type(value), value)
 
 
 @lowering_pass
 def remove_dead_code(module: fx.GraphModule) -> None:
-    """Nodes nobody reads, and attributes no node mentions."""
+    """Remove nodes without readers, and folded constants that no node uses."""
     module.graph.eliminate_dead_code(
         lambda node: node.op in ("placeholder", "output") or not _removable(node)
     )
@@ -347,7 +351,8 @@ def _removable(node: fx.Node) -> bool:
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         asserts = node.target in _ASSERTIONS
-        # A random number that nobody reads still moves the generator; dropping it is what torch does too.
+        # Without its reader, a random number is dropped, as by torch, although eager would advance the
+        # generator.
         random = torch.Tag.nondeterministic_seeded in node.target.tags and not node.target._schema.is_mutable
         return (random or is_pure_operator(node.target)) and not asserts
     return True

@@ -1,8 +1,7 @@
-"""What operators do besides computing: draw numbers, write to arguments, return views of them.
+"""What operators do besides computing: draw random numbers, write to arguments, return views of them.
 
-Which give the same answer each time: torch's own say so, others only if their author does.
-
-torch has no tag for "reads no clock and draws nothing", and merging two draws is a wrong answer.
+torch has no tag for operators that read no clock and draw nothing, and merging two random draws gives a wrong
+answer. So torch's own operators are known, and others count as pure only if their author says so.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ this set are never computed while compiling, shared between equal calls, or drop
 >>> from intarsia.lower.purity import pure_operators
 >>> pure_operators.add(torch.ops.mylib.scale)  # doctest: +SKIP
 """
-# Arguments that switch drawing off, with the value that does.
+# Arguments that switch drawing off, with the value that does so.
 _OFF = {"dropout_p": 0, "dropout": 0, "train": False, "training": False}
 _PURE = frozenset({"aten", "prims", "quantized_decomposed", "intarsia"})  # namespaces: torch's and ours
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Every argument of an operator by the name its schema gives it, defaults filled in."""
+    """Every argument of an operator by its name in the schema, with defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
     results: dict[str, Any] = {}
     for place, argument in enumerate(node.target._schema.arguments):
@@ -41,12 +40,12 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def is_pure_operator(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator computes from its arguments alone and changes nothing, whatever they are."""
+    """Whether an operator computes from its arguments alone and changes nothing, for all arguments."""
     return _is_declared(target) and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a node gives the same answer each time and changes nothing."""
+    """Whether a node gives the same result each time and changes nothing."""
     target: Any = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return False
@@ -56,7 +55,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """True for nodes that draw random numbers; attention without dropout is none of them.
+    """Whether a node draws random numbers; attention without dropout does not.
 
     >>> graph = fx.Graph()
     >>> q = graph.placeholder("q")
@@ -74,27 +73,27 @@ def draws(node: fx.Node) -> bool:
 
 
 def _is_declared(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator changes nothing, and its author answers for what it reads."""
+    """Whether an operator changes nothing, and is torch's or declared as pure."""
     if target._schema.is_mutable:
         return False
     return target.namespace in _PURE or target in pure_operators
 
 
 def dequantizes(target: object) -> bool:
-    """Whether it makes numbers of quantised values; of weights too: engines may want their integers."""
+    """Whether an operator dequantizes. Its result is not folded, since engines may use the integers."""
     return isinstance(target, torch._ops.OpOverload) and str(target).startswith(
         "quantized_decomposed.dequantize"
     )
 
 
-# Whose memory a captured node's result lies in, and what a node changes: by the operators' declarations.
+# The memory that nodes share and change, by the declarations of operators.
 
-# They copy where they must, and then read what was there before a later change in place.
+# These return a view or a copy; a copy does not change with its base.
 _MAY_COPY = ("reshape", "flatten", "contiguous", "to", "unflatten")
 
 
 def alias_of(node: fx.Node) -> fx.Node | None:
-    """The tensor that a node's result lies in, by the operator's own declaration."""
+    """The tensor whose memory a node's result uses, by the operator's schema."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -105,7 +104,7 @@ def alias_of(node: fx.Node) -> fx.Node | None:
     schema = node.target._schema
     if not schema.returns or schema.returns[0].alias_info is None:
         return None
-    shared = schema.returns[0].alias_info.before_set or {"*"}  # a list says nothing of its elements
+    shared = schema.returns[0].alias_info.before_set or {"*"}  # the schema of a list has no sets
     values = arguments(node)
     for argument in schema.arguments:
         alias = argument.alias_info
@@ -116,7 +115,7 @@ def alias_of(node: fx.Node) -> fx.Node | None:
 
 
 def may_copy(node: fx.Node) -> bool:
-    """Whether a view by declaration is a copy where a view cannot be had."""
+    """Whether an operator that is declared as a view may return a copy."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return node.target._schema.name.split("::")[-1] in _MAY_COPY

@@ -1,7 +1,7 @@
-"""A program traced again with its operators decomposed, without a look at every operator that there is.
+"""Tracing a program again with its operators decomposed.
 
-`run_decompositions` gives each of 500 composite operators a rule for every call and takes it away again,
-which is most of the time for a small program (torch 2.13). Its parts are private: where a name is missing,
+`run_decompositions` sets a rule for each of 500 composite operators at every call and removes it again, which
+takes most of the time for a small program (torch 2.13). Its functions are private: if a name is missing,
 `run_decompositions` itself is called, and a test compares both.
 """
 
@@ -19,15 +19,13 @@ from intarsia.capture.output_objects import kept_open
 from intarsia.lower.decompositions import Decomposition, composite_names
 from intarsia.plain_tensors import is_traceable_subclass
 
-_composites_of: dict[frozenset[str], frozenset[Any]] = {}  # the last set, by what the dispatcher knew then
+_composites_of: dict[frozenset[str], frozenset[Any]] = {}  # the last set, by the dispatcher's names
 
 
 def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> ExportedProgram:
-    """`program.run_decompositions(table)`, sooner.
+    """`program.run_decompositions(table)`, but faster.
 
-    For each call torch gives all composite operators of all libraries, some five hundred, a rule to follow
-    while it traces, and takes it away again, however small the program is. Those whose rule is their own
-    kernel, most of them, need none; the others are found once.
+    Most composite operators decompose by their own kernel and need no rule. The others are found once.
     """
     private = _private()
     names = composite_names()
@@ -54,10 +52,10 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
 
 @contextmanager
 def _without_gradients(program: ExportedProgram) -> Iterator[None]:
-    """Subclasses of tensors among the weights require no gradients meanwhile.
+    """In the `with` block, weights that are tensor subclasses require no gradients.
 
-    torch 2.13 takes them apart and lets each part require gradients as the whole does, integers too, which is
-    an error. Weights that torchao quantizes require none, but do after transformers has loaded them.
+    torch 2.13 replaces them by their parts and makes each part require gradients, integers too, which is an
+    error. torchao's weights require no gradients, but do after transformers has loaded them.
     """
     weights = program.state_dict.values()
     required = [weight for weight in weights if is_traceable_subclass(weight) and weight.requires_grad]
@@ -75,7 +73,7 @@ def _is_own_kernel(operator: Any, rule: Any) -> bool:
 
 
 def _private() -> tuple[Any, Any, Any] | None:
-    """What `run_decompositions` itself is made of; None where torch has it no longer."""
+    """The functions that `run_decompositions` consists of; None if torch has them no longer."""
     try:
         from torch._export.utils import _collect_all_valid_cia_ops, _special_op_to_preserve_cia
         from torch.export.exported_program import (

@@ -1,4 +1,4 @@
-"""Lifted export graph to a graph with weights as attributes."""
+"""From a lifted export graph to a graph with weights as attributes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
 
 
 def unlift(program: ExportedProgram) -> Lowered:
-    """Parameters and unchanging buffers become attributes; buffers the model changes stay inputs."""
+    """The graph with parameters and constant buffers as attributes; buffers that change stay inputs."""
     signature = program.graph_signature
     changed = set(signature.buffers_to_mutate.values())
     root = torch.nn.Module()
@@ -59,7 +59,7 @@ def unlift(program: ExportedProgram) -> Lowered:
         copied[node].meta = dict(node.meta)
     outputs = _outputs(program, graph, copied)
     module = fx.GraphModule(root, graph)
-    # Copies made before the model writes to an input or buffer must stay copies.
+    # A copy made before the model writes to an input or buffer must stay a copy.
     module.meta["writes"] = any(output.role is not Role.USER for output in outputs)
     names = _input_names(program)
     guards, notes = guard_texts(program)
@@ -90,16 +90,16 @@ def _copy(
 
 
 def _state(program: ExportedProgram, target: str) -> torch.Tensor:
-    found = program.state_dict.get(target)
-    if found is None:
-        found = program.constants.get(target)
-    if not isinstance(found, torch.Tensor):
-        raise LoweringError(f"{target} is a {type(found).__name__}, which is not handled")
-    return found.detach()
+    value = program.state_dict.get(target)
+    if value is None:
+        value = program.constants.get(target)
+    if not isinstance(value, torch.Tensor):
+        raise LoweringError(f"{target} is a {type(value).__name__}, which is not handled")
+    return value.detach()
 
 
 def _attach(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> str:
-    # Plain attributes: the frozen weights are the model's own tensors, not parameters of the graph.
+    # A plain attribute: the tensor is the model's own, not a parameter of the graph.
     object.__setattr__(root, name, tensor)
     root.__dict__[name] = tensor
     return name
@@ -111,7 +111,7 @@ def _outputs(
     output = next(node for node in program.graph.nodes if node.op == "output")
     outputs: list[GraphOutput] = []
     returned: list[Any] = []
-    given = set(_input_names(program))
+    user_inputs = set(_input_names(program))
     first_place: dict[fx.Node, int] = {}
     for spec, item in zip(program.graph_signature.output_specs, output.args[0], strict=True):
         is_node = isinstance(item, fx.Node)
@@ -123,7 +123,7 @@ def _outputs(
                     Role.USER,
                     constant=None if is_node else item,
                     is_constant=not is_node,
-                    is_input=is_node and item.op == "placeholder" and item.name in given,
+                    is_input=is_node and item.op == "placeholder" and item.name in user_inputs,
                     twin=first if first != len(outputs) else None,
                 )
             )
@@ -138,7 +138,7 @@ def _outputs(
 
 
 def _plain(spec: Any) -> Any:
-    """The structure of results with lists and dictionaries where `fx.symbolic_trace` wrote its own kinds."""
+    """The structure of results with plain lists and dictionaries instead of those of `fx.symbolic_trace`."""
     if "immutable_" not in repr(spec):
         return spec
 

@@ -136,6 +136,12 @@ def _matmul_nbits(inputs: Sequence[TypedValue | None], attributes: Mapping[str, 
     return [(inputs[0].dtype, (*inputs[0].shape[:-1], attributes["N"]))]
 
 
+@infers("MatMulIntegerToFloat", domain=MICROSOFT)
+def _integers(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Types:
+    assert inputs[0] is not None and inputs[1] is not None
+    return [(ir.DataType.FLOAT, (*inputs[0].shape[:-1], inputs[1].shape[-1]))]
+
+
 # Inputs and attributes as ONNX defines them.
 
 _DTYPES = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}

@@ -17,7 +17,8 @@ MIN_WORK = 6.0
 """The cost of entering an engine, in units of work; see `work`."""
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "quantized_linear", "einsum")
+_LINEAR = ("linear", "quantized_linear", "integer_linear")
+_CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "matmul", *_LINEAR, "einsum")
 
 
 def work(node: fx.Node) -> float:
@@ -129,7 +130,7 @@ def _flops(node: fx.Node, name: str) -> float:
         depth = prod(size_hint(size) for size in tensors[1].shape[1:])
     elif "attention" in name:
         depth = 2 * size_hint(tensors[1].shape[-2])
-    elif name in ("linear", "quantized_linear"):
+    elif name in _LINEAR:
         depth = size_hint(tensors[0].shape[-1])
     else:
         depth = size_hint(tensors[-1].shape[-2])

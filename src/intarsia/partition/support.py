@@ -17,6 +17,7 @@ from intarsia.engines.time_limit import OutOfTime, within
 from intarsia.graph.nodes import is_compute, is_control_flow
 from intarsia.network import Network
 from intarsia.partition.table import PYTORCH, SupportTable
+from intarsia.quantized import INTEGER_LINEAR
 
 # The answers of engines by signature. They depend on nothing else but the registered converters.
 _Question = tuple[str, int, Signature]
@@ -28,6 +29,7 @@ _ROUNDS = frozenset(
     {
         *(aten.floor, aten.ceil, aten.round, aten.trunc, aten.fix, aten.frac, aten.fmod, aten.remainder),
         aten.floor_divide,
+        INTEGER_LINEAR.overloadpacket,
     }
 )
 # Operators that move a quotient to where it is rounded, or compute with it without rounding it.

@@ -21,9 +21,9 @@ from intarsia.compare import disagreement, relative_error
 from intarsia.convert import registry
 from intarsia.errors import InputError, IntarsiaError, error_text, first_line
 from intarsia.logs import counted, working
-from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import Lowered, example_inputs
-from intarsia.lower.range_ends import corners
+from intarsia.lower.model import lower_model
+from intarsia.lower.size_examples import corners
 from intarsia.report.candidate import Candidate, candidate_of
 from intarsia.report.drawn_calls import drawn_calls, edge_calls
 from intarsia.report.first_difference import FirstDifference, first_difference

@@ -27,7 +27,7 @@ from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.plan import Plan
 from intarsia.graph.plan_text import SegmentShapes, segment_shapes
 from intarsia.logs import working
-from intarsia.lower.generalize import lower_model
+from intarsia.lower.model import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
 from intarsia.partition import PYTORCH, PartitionOptions, Strategy, SupportTable
 from intarsia.partition.constrain import unmatched_chains

@@ -14,7 +14,7 @@ from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
 from intarsia.network import functional as F
-from intarsia.quantized import EMBEDDING, LINEAR
+from intarsia.quantized import EMBEDDING, INTEGER_LINEAR, LINEAR
 
 try:  # the operators exist once this module of torch is loaded; a torch without it has none to convert
     import torch.ao.quantization.fx._decomposed  # type: ignore[import-not-found,unused-ignore]
@@ -217,6 +217,19 @@ def quantized_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: st
     x = wide(ctx.tensor(x))
     if x.dtype != ir.DataType.FLOAT:
         raise ConversionError(f"activations of {x.dtype.name} are not handled")
+    added = None if bias is None else wide(ctx.tensor(bias))
+    return F.cast(_product(x, weight, scale, zero, added, bits), ctx.dtype)
+
+
+def _product(
+    x: Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+) -> Tensor:
+    """Of activations in float32 with a weight in the layout of `intarsia.quantized`."""
     columns: Any = x.shape[-1]
     block = weight.shape[2] * 8 // bits
     if weight.shape[1] == 1:  # a row: in blocks of a size that kernels know
@@ -224,7 +237,7 @@ def quantized_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: st
         count, size = -(-columns // block), block * bits // 8
         padded = torch.nn.functional.pad(weight[:, 0], (0, count * size - weight.shape[2]))
         weight = padded.view(-1, count, size)
-        scale, zero = (None if each is None else each.expand(-1, count) for each in (scale, zero))
+        scale, zero = scale.expand(-1, count), None if zero is None else zero.expand(-1, count)
     zeros = None if zero is None else _in_bytes(zero, bits)
     rows = x if x.ndim > 1 else F.reshape(x, [1, columns])
     result = F.matmul_nbits(
@@ -232,13 +245,39 @@ def quantized_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: st
         F.constant(weight),
         F.constant(scale.float()),
         None if zeros is None else F.constant(zeros),
-        None if bias is None else wide(ctx.tensor(bias)),
+        bias,
         rows=weight.shape[0],
         columns=columns,
         bits=bits,
         block=block,
     )
-    return F.cast(result if x.ndim > 1 else F.reshape(result, [weight.shape[0]]), ctx.dtype)
+    return result if x.ndim > 1 else F.reshape(result, [weight.shape[0]])
+
+
+@converter(INTEGER_LINEAR)
+def integer_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: str) -> Tensor:
+    """In integers, where the engine can; else the rounded activations are multiplied as float32."""
+    x, weight, scale, low, high, _ = args  # engines leave NaN to PyTorch
+    _constants_only(weight, scale)
+    x = F.cast(ctx.tensor(x), ir.DataType.FLOAT)
+    scale = torch.ones(1) if scale is None else scale
+    zero, most = F.constant(-low, torch.uint8), float(high - low)
+    if getattr(ctx.engine, "multiplies_integers", False):
+        x = x if most == 255 else F.clip(x, float(low), float(high))
+        integers = F.quantize_linear(x, F.constant(1.0, ir.DataType.FLOAT), zero)
+        return F.matmul_integer_to_float(integers, F.constant(weight.t()), F.constant(scale), zero)
+    if ctx.engine is None or ctx.engine.arithmetic == "int8":  # such engines look for these layers
+        integers = F.cast(F.clip(F.add(F.round(x), float(-low)), 0.0, most), ir.DataType.UINT8)
+        rounded = F.dequantize_linear(integers, F.constant(1.0, ir.DataType.FLOAT), zero)
+        dense = F.dequantize_linear(F.constant(weight), F.constant(scale.expand(len(weight))), axis=0)
+        return F.matmul(rounded, F.transpose(dense, (1, 0)))
+    ctx.notes.append(
+        f"{ctx.engine.name} multiplies activations of 8 bits as float32: it has no exact product of integers"
+    )
+    unsigned = (weight.int() + 128).to(torch.uint8)[:, None]
+    columns = scale.expand(len(weight))[:, None]
+    rounded = F.clip(F.round(x), float(low), float(high))
+    return _product(rounded, unsigned, columns, None, None, 8)
 
 
 @converter(EMBEDDING)

@@ -11,7 +11,7 @@ from torch import fx
 
 from intarsia.engines.graph_rewrites.constants import attach, constant, only_user, shape_of
 from intarsia.engines.graph_rewrites.products import groups_of, merge
-from intarsia.engines.kernels.operators import SIZES, masked_attention, row_product
+from intarsia.engines.triton_kernels.operators import SIZES, masked_attention, row_product
 from intarsia.lower.purity import arguments
 
 aten = torch.ops.aten

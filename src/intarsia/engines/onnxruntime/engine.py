@@ -86,6 +86,10 @@ class OnnxRuntime(NetworkEngine):
         return self.device == "cuda" and not self.tensorrt
 
     @property
+    def multiplies_integers(self) -> bool:  # type: ignore[override]
+        return self.device == "cpu"
+
+    @property
     def takes_bodies(self) -> bool:  # type: ignore[override]
         return self.device == "cpu"
 
@@ -128,8 +132,12 @@ class OnnxRuntime(NetworkEngine):
         return f"{min(kinds)} without elements ends the process in ONNX Runtime" if kinds else None
 
     def probe(self, net: Network) -> str | None:
+        from intarsia.engines.onnxruntime.integers import inexactness
         from intarsia.engines.onnxruntime.model import check_bodies, is_static, plain
 
+        multiplies = any(layer.kind == "com.microsoft::MatMulIntegerToFloat" for layer in net.get_layers())
+        if multiplies and (reason := inexactness()) is not None:
+            return reason
         try:
             check_bodies(net, self.guards, self.device)
             model = plain(net)

@@ -1,4 +1,4 @@
-"""Where the batch goes in products, convolutions, attention and recurrent layers."""
+"""Where the batch is in the results of products, convolutions, attention and recurrent layers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from intarsia.graph.rows.call import Call, Mixes, Placement, Rows, Unknown
 
 
 def aligned(call: Call, operands: list[tuple[torch.Tensor, Placement]], rank: int) -> int:
-    """The axis of a result of this rank that the batch broadcasts to, the same for all operands."""
+    """The axis of a result of this rank to which the batch broadcasts; Mixes if operands differ in it."""
     axes = {where.axis + rank - value.dim() for value, where in operands if isinstance(where, Rows)}
     if len(axes) != 1:
-        raise Mixes(f"{call.name} sets rows against each other")
+        raise Mixes(f"{call.name} combines different rows")
     (axis,) = axes
     for value, where in operands:
         own = axis - (rank - value.dim())
@@ -30,12 +30,12 @@ def linear(call: Call) -> Placement:
     call.only("input")
     axis = call.rows("input").axis
     if axis == call.arg("input").dim() - 1:
-        raise Mixes("aten::linear adds up over the batch")
+        raise Mixes("aten::linear sums over the batch")
     return call.at(axis)
 
 
 def matmul(call: Call) -> Placement:
-    """`a @ b`, under whichever names the operator has for them, and what is added to it."""
+    """`a @ b`, plus an addend for `addmm` and `baddbmm`."""
     first, second = ("mat1", "mat2") if call.name == "aten::addmm" else ("self", "mat2")
     if call.name in ("aten::matmul", "aten::mv"):
         first, second = "self", "other" if call.name == "aten::matmul" else "vec"
@@ -59,8 +59,8 @@ def _product(call: Call, a: tuple[torch.Tensor, Placement], b: tuple[torch.Tenso
         return rank - (2 if right.dim() > 1 else 1)
     for value, where in (a, b):
         if isinstance(where, Rows) and where.axis >= value.dim() - 2:
-            raise Mixes(f"{call.name} adds up over the batch or sets rows against each other")
-    # Only the axes before the matrices are left; a vector stands for a matrix of one line.
+            raise Mixes(f"{call.name} sums over the batch or combines different rows")
+    # The remaining batch is in the axes before the matrices; a vector counts as a matrix.
     matrices = max(left.dim(), right.dim())
     return aligned(call, [a, b], matrices)
 
@@ -91,27 +91,27 @@ def attention(call: Call) -> Placement:
 def einsum(call: Call) -> Placement:
     equation = call.arg("equation").replace(" ", "")
     if "." in equation or "->" not in equation:
-        raise Unknown(f"{call.name} of {equation} is not understood")
+        raise Unknown(f"{call.name} of {equation} is not supported")
     terms, made = equation.split("->")
     places = list(zip(terms.split(","), call.of("tensors"), strict=True))
     letters = {term[where.axis] for term, where in places if isinstance(where, Rows)}
     if len(letters) != 1:
-        raise Mixes(f"{call.name} of {equation} sets rows against each other")
+        raise Mixes(f"{call.name} of {equation} combines different rows")
     (letter,) = letters
     fixed = any(letter in term for term, where in places if not isinstance(where, Rows))
     if fixed or made.count(letter) != 1 or any(term.count(letter) > 1 for term, _ in places):
-        raise Mixes(f"{call.name} of {equation} adds up over the batch")
+        raise Mixes(f"{call.name} of {equation} sums over the batch")
     return call.at(made.index(letter))
 
 
 def recurrent(call: Call) -> Any:
-    """LSTM, GRU and plain cells: the batch is the second axis of states, and the input's second or first."""
+    """LSTM, GRU and plain cells: the batch is axis 1 of the states, and axis 1 or 0 of the input."""
     call.only("input", "hx")
     batch = 0 if call.arg("batch_first") else 1
     states = call.of("hx") if isinstance(call.of("hx"), list) else [call.of("hx")]
     if call.arg("train") or call.rows("input").axis != batch or call.arg("input").dim() != 3:
         raise Mixes(f"{call.name} runs over the batch")
     if any(not isinstance(state, Rows) or state.axis != 1 for state in states):
-        raise Mixes(f"{call.name} begins from a state that is not the rows' own")
+        raise Mixes(f"{call.name} begins with a state that is not of the same rows")
     result = call.result
     return tuple(call.at(batch if place == 0 else 1, made) for place, made in enumerate(result))

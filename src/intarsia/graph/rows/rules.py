@@ -1,4 +1,4 @@
-"""The rule of every operator that is known to keep rows apart, and when it does."""
+"""For every known operator, the rule that says where the batch is in its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rule = Callable[[Call], Any]
 
 
 def placement(call: Call) -> Any:
-    """Where the batch is in what an operator makes; Mixes where rows may meet."""
+    """Where the batch is in the result of an operator; Mixes if it may combine rows."""
     target = call.node.target
     if target is operator.getitem:
         return _item(call)
@@ -36,18 +36,18 @@ def placement(call: Call) -> Any:
 
 
 def _plain(name: str) -> str:
-    """The name of an operator without the underscore of one that works in place."""
+    """The name of an operator without the underscore of an in-place one."""
     return name if name in _RULES or name.endswith("__") else name.removesuffix("_")
 
 
 def _tensor(call: Call) -> Any:
-    touched = any(where is not None for _, where in call.operands())
-    if not touched and not call.sizes():
+    reads_rows = any(where is not None for _, where in call.operands())
+    if not reads_rows and not call.sizes():
         return None
     name = _plain(call.name)
     rule = _RULES.get(name) or (_RANDOM.get(name) if call.trains else None)
     if torch.Tag.pointwise in call.tags and rule is not _same:
-        rule = products.pointwise  # `max.other`, say, is not the `max` that reduces
+        rule = products.pointwise  # `max.other`, for example, does not reduce as `max` does
     if call.sizes() and ((name not in _SIZED and rule is not views.creation) or call.inexact()):
         raise Mixes(f"{call.name} computes with the size of the batch")
     if rule is not None and call.numbers() and name not in _NUMBERED:
@@ -58,12 +58,12 @@ def _tensor(call: Call) -> Any:
 
 
 def _item(call: Call) -> Any:
-    found, place = call.of("0"), call.arg("1")
-    return found[place] if isinstance(found, list | tuple) else found
+    places, number = call.of("0"), call.arg("1")
+    return places[number] if isinstance(places, list | tuple) else places
 
 
 def _number(call: Call) -> Placement:
-    """Arithmetic of numbers: a multiple of the batch's size stays one when it is multiplied."""
+    """Arithmetic of numbers: a multiple of the batch size, multiplied by an integer, stays one."""
     if not call.sizes():
         return None
     if call.node.target is operator.mul:
@@ -83,7 +83,7 @@ def _dims(call: Call) -> list[int]:
 
 
 def _along(call: Call) -> Any:
-    """Something is done along axes; the batch's must not be among them."""
+    """An operator along axes; the batch's must not be one of them."""
     call.only("self")
     axis = call.rows("self").axis
     if axis in _dims(call):
@@ -92,7 +92,7 @@ def _along(call: Call) -> Any:
 
 
 def _reduce(call: Call) -> Any:
-    """Axes are reduced; the batch's must not be among them."""
+    """A reduction of axes; the batch's must not be one of them."""
     call.only("self")
     axis, dims = call.rows("self").axis, _dims(call)
     if axis in dims:
@@ -104,7 +104,7 @@ def _norm(call: Call) -> Placement:
     call.only("input")
     axis, last = call.rows("input").axis, len(call.arg("normalized_shape"))
     if axis >= call.arg("input").dim() - last:
-        raise Mixes(f"{call.name} normalises over the batch")
+        raise Mixes(f"{call.name} normalizes over the batch")
     return call.at(axis)
 
 
@@ -112,14 +112,14 @@ def _batch_norm(call: Call) -> Any:
     call.only("input")
     own = call.arg("training") or call.arg("running_mean") is None
     if call.rows("input").axis != 0 or (own and not call.trains):
-        raise Mixes(f"{call.name} normalises by the batch's own mean")
-    if isinstance(call.result, tuple):  # with what training would keep, which is empty
+        raise Mixes(f"{call.name} normalizes by the mean of the batch")
+    if isinstance(call.result, tuple):  # the other results are empty outside of training
         return (call.at(0, call.result[0]), *(None for _ in call.result[1:]))
     return _first(call, "input")
 
 
 def _of_samples(name: str) -> Rule:
-    """Operators that treat each entry of the first axis alone; all else they take must be constant."""
+    """The rule of operators that treat each entry of the first axis alone; other arguments are constant."""
 
     def rule(call: Call) -> Any:
         call.only(name)
@@ -169,14 +169,14 @@ def _repeat_interleave(call: Call) -> Placement:
 
 
 def _same(call: Call) -> Placement:
-    """Axis by axis the same; unlike `pointwise`, numbers of rows stay what they are."""
+    """An operator that keeps all axes. Unlike with `pointwise`, indices of rows stay indices."""
     call.only("self")
     place = call.of("self")
     return place if isinstance(place, Numbers) else call.at(call.rows("self").axis)
 
 
 def _loss(call: Call) -> Placement:
-    """A loss: one number of all rows, unless it is asked for one of each element."""
+    """A loss: one number for all rows, unless the reduction is none."""
     if call.arg("reduction") != _NO_REDUCTION:
         raise Reduced(f"{call.name} reduces the batch")
     if call.name not in _ELEMENTWISE:
@@ -198,7 +198,7 @@ def _type_as(call: Call) -> Any:
 
 def _one_hot(call: Call) -> Placement:
     if call.arg("num_classes") < 0:
-        raise Mixes(f"{call.name} counts classes over all rows")
+        raise Mixes(f"{call.name} counts the classes of all rows")
     return call.at(call.rows("self").axis)
 
 
@@ -226,7 +226,7 @@ _SHAPED = "view reshape _unsafe_view flatten unflatten"
 _SAME = "_to_copy clone contiguous to alias detach lift_fresh"
 _MADE = "full zeros ones empty new_full new_zeros new_ones new_empty"
 _ELEMENTWISE = {f"aten::{name}" for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")}
-_NO_REDUCTION = 0  # how aten writes reduction="none"
+_NO_REDUCTION = 0  # aten's number for reduction="none"
 _RULES: dict[str, Rule] = _table(
     {
         _SHAPED: views.reshape,
@@ -266,7 +266,7 @@ _RULES: dict[str, Rule] = _table(
         "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d"
         " upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
         " max_pool2d_with_indices _adaptive_avg_pool2d": _pool(2),
-        "triu tril": _pool(2),  # by their places along the last two axes
+        "triu tril": _pool(2),  # by positions along the last two axes
         "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d upsample_nearest3d"
         " upsample_trilinear3d _upsample_nearest_exact3d": _pool(3),
         "constant_pad_nd pad": _pad,

@@ -1,4 +1,4 @@
-"""Where the batch goes when a tensor is viewed, joined, picked from or made."""
+"""Where the batch is in the results of views, joins, look-ups and creation."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 
 from intarsia.graph.rows.call import Call, Mixes, Numbers, Placement, Rows, Size, Unknown
 
-_TO_THE_END = 2**31  # a slice that ends here or beyond takes all rows, however many there are
+_TO_THE_END = 2**31  # a slice to this end or beyond has all rows
 
 
 def _moved(call: Call, place: Placement, axis: int) -> Placement:
-    """The same kind of value, its batch at another axis."""
+    """The same kind of value, with its batch at another axis."""
     return Numbers(axis) if isinstance(place, Numbers) else call.at(axis)
 
 
 def _axis(place: Placement, call: Call) -> int:
     if not isinstance(place, Rows | Numbers):
-        raise Unknown(f"{call.name} takes rows into an argument that is not understood")
+        raise Unknown(f"{call.name} takes rows into an argument that is not supported")
     return place.axis
 
 
 def reshape(call: Call) -> Placement:
-    """Memory keeps its order: before the batch stand as many elements as stood there."""
+    """Elements keep their order in memory, so as many come before the batch as did before."""
     place, value = call.of("self"), call.arg("self")
     if place is None:
         raise Mixes(f"{call.name} shapes a constant by the size of the batch")
     if value.numel() == 0:
-        raise Unknown(f"{call.name} of no elements is not understood")
+        raise Unknown(f"{call.name} of no elements is not supported")
     axis = _axis(place, call)
     before = math.prod(value.shape[:axis]) * getattr(place, "outer", 1)
     passed = 1
@@ -42,7 +42,7 @@ def reshape(call: Call) -> Placement:
                 raise Mixes(f"{call.name} folds the numbers of rows with another axis")
             return Numbers(new) if isinstance(place, Numbers) else moved
         passed *= length
-    raise Unknown(f"{call.name} tears the batch apart")
+    raise Unknown(f"{call.name} splits the axis of the batch")
 
 
 def transpose(call: Call) -> Placement:
@@ -51,7 +51,7 @@ def transpose(call: Call) -> Placement:
     if call.name == "aten::t" and rank < 2:
         return place  # type: ignore[no-any-return]
     if call.name == "aten::numpy_T" and rank != 2:
-        raise Unknown(f"{call.name} of {rank} axes is not understood")
+        raise Unknown(f"{call.name} of {rank} axes is not supported")
     axis = _axis(place, call)
     return _moved(call, place, pair[1 - pair.index(axis)] if axis in pair else axis)
 
@@ -72,23 +72,23 @@ def squeeze(call: Call) -> Placement:
     place, value = call.of("self"), call.arg("self")
     axis, dims = _axis(place, call), call.arg("dim", None)
     if dims is None:
-        raise Unknown(f"{call.name} takes out every axis of length 1, the batch's too if it has one row")
-    gone = {d % value.dim() for d in ([dims] if isinstance(dims, int) else dims)}
-    if axis in gone:
-        raise Mixes(f"{call.name} takes out the batch where it has one row")
-    return _moved(call, place, axis - sum(value.shape[d] == 1 for d in gone if d < axis))
+        raise Unknown(f"{call.name} removes every axis of length 1, the batch's too if it has one row")
+    removed = {d % value.dim() for d in ([dims] if isinstance(dims, int) else dims)}
+    if axis in removed:
+        raise Mixes(f"{call.name} removes the batch if it has one row")
+    return _moved(call, place, axis - sum(value.shape[d] == 1 for d in removed if d < axis))
 
 
 def expand(call: Call) -> Placement:
     """A constant repeated for every row, or rows repeated along other axes."""
-    found, value = call.of("self"), call.arg("self")
+    place, value = call.of("self"), call.arg("self")
     sized = [axis for axis, where in enumerate(call.of("size")) if isinstance(where, Size)]
-    if found is None:
+    if place is None:
         return _filled(call, sized)
-    axis = _axis(found, call) + call.result.dim() - value.dim()
-    if any(place != axis for place in sized):
+    axis = _axis(place, call) + call.result.dim() - value.dim()
+    if any(other != axis for other in sized):
         raise Mixes(f"{call.name} repeats rows as often as there are rows")
-    return _moved(call, found, axis)
+    return _moved(call, place, axis)
 
 
 def repeat(call: Call) -> Placement:
@@ -112,7 +112,7 @@ def _filled(call: Call, sized: Sequence[int]) -> Rows:
 
 
 def creation(call: Call) -> Placement:
-    """A tensor of one value everywhere, of a shape that has the batch along one axis."""
+    """A tensor with one value everywhere, and the batch as one axis of its shape."""
     if isinstance(call.of("fill_value"), Size):
         raise Mixes(f"{call.name} fills a tensor with the size of the batch")
     sizes = call.of("size")
@@ -135,7 +135,7 @@ def arange(call: Call) -> Placement:
 
 
 def cut(call: Call) -> Any:
-    """Parts along an axis that is not the batch's, or all of the batch's."""
+    """Parts along another axis than the batch's, or all of the batch's."""
     place, value = call.of("self"), call.arg("self")
     axis, dim = _axis(place, call), call.arg("dim", 0) % value.dim()
     if dim != axis:
@@ -155,7 +155,7 @@ def cut(call: Call) -> Any:
         and (call.arg("end") is None or call.arg("end") >= _TO_THE_END or _is_size(call, "end", axis))
     )
     if not whole:
-        raise Mixes(f"{call.name} takes some rows and leaves others")
+        raise Mixes(f"{call.name} selects some rows only")
     return _moved(call, place, axis)
 
 
@@ -164,15 +164,15 @@ def _is_size(call: Call, name: str, axis: int) -> bool:
 
 
 def select(call: Call) -> Any:
-    """One place of an axis that is not the batch's, which then is gone."""
+    """One position of another axis than the batch's; the axis is removed."""
     place, value = call.of("self"), call.arg("self")
     axis, dim = _axis(place, call), call.arg("dim", 0) % value.dim()
     if dim == axis:
-        raise Mixes(f"{call.name} takes one row and leaves others")
+        raise Mixes(f"{call.name} selects one row")
     if call.sizes():
-        raise Mixes(f"{call.name} picks by the size of the batch")
+        raise Mixes(f"{call.name} selects by the size of the batch")
     if isinstance(place, Numbers):
-        raise Mixes(f"{call.name} picks from the numbers of rows")
+        raise Mixes(f"{call.name} selects from the numbers of rows")
     return call.everywhere(axis - (dim < axis))
 
 
@@ -183,13 +183,13 @@ def cat(call: Call) -> Placement:
     dim = call.arg("dim", 0) % (tensors[0].dim() + stacked)
     if len(axes) != 1 or None in axes:
         raise Mixes(f"{call.name} joins rows with what is not a row")
-    (axis,) = (places[0].axis,)
+    axis = places[0].axis
     if not stacked and dim == axis:
-        raise Mixes(f"{call.name} joins batches one after the other")
+        raise Mixes(f"{call.name} concatenates batches")
     return call.at(axis + (stacked and dim <= axis))
 
 
-# Where the batch goes when elements are picked by index.
+# Look-ups by index.
 
 
 def embedding(call: Call) -> Placement:
@@ -198,10 +198,10 @@ def embedding(call: Call) -> Placement:
 
 
 def gather(call: Call) -> Placement:
-    place, chosen = call.of("self"), call.of("index")
+    place, indices = call.of("self"), call.of("index")
     dim = call.arg("dim") % max(1, call.arg("self").dim())
-    if not isinstance(place, Rows) or place != chosen or place.axis == dim:
-        raise Mixes(f"{call.name} picks from other rows than those it has indices for")
+    if not isinstance(place, Rows) or place != indices or place.axis == dim:
+        raise Mixes(f"{call.name} selects from other rows than those of its indices")
     return call.at(place.axis)
 
 
@@ -209,19 +209,19 @@ def index_select(call: Call) -> Placement:
     call.only("self")
     axis, dim = call.rows("self").axis, call.arg("dim") % call.arg("self").dim()
     if axis == dim:
-        raise Mixes(f"{call.name} picks among the rows")
+        raise Mixes(f"{call.name} selects rows")
     return call.at(axis)
 
 
 def index(call: Call) -> Placement:
-    """`x[i, :, j]`: the axes of the indices take the place of those they index.
+    """`x[i, :, j]`: the axes of the indices replace those they index.
 
-    An index along the batch must be the numbers of the rows, each row's own, in step with all other indices.
+    An index along the batch must be the numbers of the rows, so that each row selects from itself.
     """
     value, place = call.arg("self"), call.of("self")
     indices, placed = call.arg("indices"), call.of("indices")
     if any(item is not None and item.dtype in (torch.bool, torch.uint8) for item in indices):
-        raise Unknown(f"{call.name} picks by a mask")
+        raise Unknown(f"{call.name} selects by a mask")
     indices = [*indices, *[None] * (value.dim() - len(indices))]
     placed = [*placed, *[None] * (value.dim() - len(placed))]
     where = [axis for axis, item in enumerate(indices) if item is not None]
@@ -236,20 +236,20 @@ def index(call: Call) -> Placement:
     }
     if isinstance(place, Rows) and not own:
         if steps or indices[place.axis] is not None:
-            raise Mixes(f"{call.name} picks from all rows")
-        kept_before = sum(indices[axis] is None for axis in range(place.axis))
+            raise Mixes(f"{call.name} selects from all rows")
+        sliced_before = sum(indices[axis] is None for axis in range(place.axis))
         passed = rank if not together or where[0] < place.axis else 0
-        return call.at(kept_before + passed)
+        return call.at(sliced_before + passed)
     if any(
         isinstance(placed[axis], Numbers) for axis in where if not own or axis != getattr(place, "axis", None)
     ):
-        raise Mixes(f"{call.name} picks by the numbers of rows")
+        raise Mixes(f"{call.name} selects by the numbers of rows")
     if len(steps) != 1 or (own and isinstance(place, Rows) and place != Rows(place.axis)):
-        raise Mixes(f"{call.name} picks by indices that are not in step with the rows")
+        raise Mixes(f"{call.name} selects by indices of other rows")
     (step,) = steps
     for axis in where:
         if placed[axis] is None and _size_at(indices[axis], step, rank) != 1:
-            raise Mixes(f"{call.name} picks by constants along the batch")
+            raise Mixes(f"{call.name} selects by constants along the batch")
     return call.at(start + step)
 
 

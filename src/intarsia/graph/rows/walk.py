@@ -1,9 +1,9 @@
-"""The graph walked from inputs to outputs, and each operator's rule asked where it leaves the batch.
+"""The walk over a graph that follows the batch from the inputs to the outputs.
 
-A server that runs several requests as one batch, or a pipeline that divides a batch into micro-batches, may
-do so only if no row sees another, nor its own number, nor how many there are. Running the model cannot prove
-that; so each value of the graph is followed from the inputs to the outputs. An operator without a rule ends
-the proof. The graph is run at two batch sizes, because a size may equal the batch's by chance.
+A server may join requests to one batch, and a pipeline may divide a batch into micro-batches, only if no row
+depends on another row, on its own number or on the number of rows. Running the model cannot prove that, so
+the batch is followed through every operator by the operator's rule. An operator without a rule ends the
+proof. The graph runs at two batch sizes, since another size may equal one of them by chance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from intarsia.graph.rows.rules import placement
 
 
 def mixing(module: fx.GraphModule, calls: Sequence[tuple[int, Sequence[Any]]]) -> str | None:
-    """Why rows cannot be computed apart, as a clause, or None if they can.
+    """Why rows are not independent, as a clause; None if they are.
 
     `calls` are the graph's flat inputs at several batch sizes, each with its size. Every tensor among them
     has the batch as its first axis.
@@ -36,7 +36,7 @@ def mixing(module: fx.GraphModule, calls: Sequence[tuple[int, Sequence[Any]]]) -
                 walk.run(*inputs)
         except Mixes as error:
             return first_line(error)  # the interpreter adds lines of its own
-        except Exception as error:  # whatever an operator says: what does not run cannot be followed
+        except Exception as error:  # a graph that does not run at this size cannot be followed
             return _does_not_run(size, error)
         placements.append(walk.placed)
     for node in module.graph.nodes:
@@ -55,7 +55,7 @@ def _outputs(module: fx.GraphModule, placed: Mapping[fx.Node, Any]) -> str | Non
 
 @dataclass(frozen=True)
 class Doubt:
-    """Why the samples of a batch may not be computed apart, with node and source line; proved or not."""
+    """Why the samples of a batch may depend on each other, with the node, and whether that is proved."""
 
     reason: str
     proved: bool
@@ -67,12 +67,11 @@ def doubt_about(
     calls: Sequence[tuple[int, Sequence[Any]]],
     axes: Mapping[fx.Node, int | None],
 ) -> Doubt | None:
-    """Why the samples of a graph that trains may not be computed apart; None where they are.
+    """Why the samples of a training graph may depend on each other; None if they do not.
 
-    `axes` are the axes of the batch in the inputs; all others are the same for every micro-batch. A value
-    made of all samples, such as a loss, is no mixing until it meets a sample again. Batch norm's own
-    statistics are none, and neither are random numbers. Only shapes matter, so the calls may be of fake
-    tensors.
+    `axes` are the batch axes of the inputs; other inputs are the same for every micro-batch. A value computed
+    from all samples, such as a loss, mixes them only if it is used with a sample again. The statistics of
+    batch norm and random numbers do not count. Only shapes matter, so the calls may have fake tensors.
     """
     walks = []
     for size, inputs in calls:
@@ -95,7 +94,7 @@ def _does_not_run(size: int, error: Exception) -> str:
 
 
 class _Walk(fx.Interpreter):
-    """Runs the graph, and notes for each value where the batch is in it."""
+    """Runs the graph and records where the batch is in each value."""
 
     def __init__(self, module: fx.GraphModule, graph: fx.Graph, size: int) -> None:
         super().__init__(module, graph=graph)
@@ -122,7 +121,7 @@ class _Walk(fx.Interpreter):
 
 
 class _TrainingWalk(_Walk):
-    """Walks to the end, and notes every doubt on the way."""
+    """Walks to the end and collects every doubt."""
 
     def __init__(
         self, module: fx.GraphModule, graph: fx.Graph, size: int, axes: Mapping[fx.Node, int | None]
@@ -145,7 +144,7 @@ class _TrainingWalk(_Walk):
         return super().run_node(n)
 
     def _run_region(self, n: fx.Node) -> Any:
-        """A stretch under `no_grad` or another autocast is walked as the graph around it is."""
+        """Walk a region under `no_grad` or another autocast as the graph around it."""
         bodies = [i for i, a in enumerate(n.args) if isinstance(self.env.get(a), fx.GraphModule)]  # type: ignore[arg-type]
         if not n.target.__name__.startswith("wrap_with") or len(bodies) != 1:  # type: ignore[union-attr]
             return super().run_node(n)
@@ -181,7 +180,7 @@ class _TrainingWalk(_Walk):
         self.doubts.append(Doubt(f"{reason} ({whereabouts(node)})", proved))
 
     def _written(self, node: fx.Node, where: Any) -> Any:
-        """Where a value made of all samples is written, it is read from there."""
+        """Record where a value of all samples is written, so that readers of that memory find it."""
         for value in changed_values(node):
             for root in (value, *memory_of(value)):
                 if self.placed.get(root) is None:
@@ -189,7 +188,7 @@ class _TrainingWalk(_Walk):
         return where
 
     def _likely(self, node: fx.Node, value: Any) -> Any:
-        """Where the batch must be in what an operator without a proof gives, by its lengths."""
+        """Where the batch most likely is in the result of an operator without a rule, by its lengths."""
         if isinstance(value, tuple | list):
             return tuple(self._likely(node, item) for item in value)
         if not isinstance(value, torch.Tensor):
@@ -197,7 +196,7 @@ class _TrainingWalk(_Walk):
         axes = [i for i, n in enumerate(value.shape) if n and n % self._size == 0]
         exact = [i for i in axes if value.shape[i] == self._size]
         if len(exact) > 1:
-            self._note(node, "a tensor with the batch along two axes sets samples against each other", True)
+            self._note(node, "a tensor with the batch along two axes combines samples", True)
         axis = next(iter(exact or axes), None)
         return (
             Summary(whereabouts(node)) if axis is None else Rows(axis, int(value.shape[axis]) // self._size)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from intarsia.network.functional.core import op
+import onnx_ir as ir
+
+from intarsia.network.functional.core import constant, op
 from intarsia.network.network import Tensor
 from intarsia.network.signature import record_signature
 from intarsia.network.value import MICROSOFT
 
-__all__ = ["dequantize_linear", "matmul_nbits", "quantize_linear"]
+__all__ = ["dequantize_linear", "matmul_integer_to_float", "matmul_nbits", "quantize_linear"]
 
 _IN_FLOAT32 = 1  # the accuracy level at which activations are not rounded
 
@@ -55,3 +57,10 @@ def matmul_nbits(
         block_size=block,
         accuracy_level=_IN_FLOAT32,
     )
+
+
+@record_signature
+def matmul_integer_to_float(x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """`(x - zero_point) @ weight * scale` of uint8 by int8 (columns, rows), summed up in integers."""
+    one = constant(1.0, ir.DataType.FLOAT)  # the scale of all activations
+    return op("MatMulIntegerToFloat", x, weight, one, scale, zero_point, domain=MICROSOFT)

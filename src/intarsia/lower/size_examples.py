@@ -1,4 +1,4 @@
-"""Example inputs at the least and the largest sizes a compiled module allows, made from the user's own."""
+"""Example inputs at other sizes: the ends of the ranges, and sizes between them."""
 
 from __future__ import annotations
 
@@ -11,74 +11,76 @@ import torch
 from intarsia.capture.size_guards import holds, read_guards
 from intarsia.lower import Lowered
 
-STRETCH = 4  # an open range is tried at this many times the example's size
-MOST_BYTES = 2 << 30  # all values of the graph together, at the sizes of an end; larger ends are not tried
-_NEIGHBOURS = 16  # sizes looked at, from an end inwards, for one that the graph's guards allow
+STRETCH = 4  # an open range is tried up to this many times the example's size
+MOST_BYTES = 2 << 30  # of all values of the graph at the tried sizes
+_NEIGHBOURS = 16  # sizes that are tried, from an end inwards, until the guards allow one
 
 
 def corners(lowered: Lowered, example: Sequence[Any], notes: list[str] | None = None) -> list[list[Any]]:
-    """The example with every varying size at its minimum, and at its maximum; empty if none varies.
+    """The example with all varying sizes at their minimum, and at their maximum; empty if none varies.
 
-    Values are the example's, repeated or cut, so that token ids stay in the vocabulary. An end that needs too
-    much memory is replaced by the largest size that does not, and `notes` says so.
+    Values are the example's, repeated or cut, so that token ids stay in the vocabulary. If a maximum needs
+    too much memory, a smaller size is used, and `notes` says so.
     """
-    seen = _varying(lowered, example)
-    if not seen:
+    sizes_of_example = _varying(lowered, example)
+    if not sizes_of_example:
         return []
-    made = []
+    inputs_at_ends = []
     for largest in (False, True):
-        ends = {symbol: _bound(lowered, symbol, given, largest) for symbol, given in seen.items()}
-        sizes = _affordable(lowered, seen, ends)
+        ends = {s: _bound(lowered, s, size, largest) for s, size in sizes_of_example.items()}
+        sizes = _affordable(lowered, sizes_of_example, ends)
         if sizes != ends and notes is not None:
             notes.append(_untried(ends, sizes, lowered))
-        found = _allowed(lowered, example, seen, sizes)
-        if found is not None:
-            made.append(found)
+        inputs = _allowed(lowered, example, sizes_of_example, sizes)
+        if inputs is not None:
+            inputs_at_ends.append(inputs)
             least = min(ends.values())
-            if notes is not None and sizes == ends and least > 0 and not _are_at(lowered, found, ends):
+            if notes is not None and sizes == ends and least > 0 and _varying(lowered, inputs) != ends:
                 where = ", ".join(f"{symbol} = {size}" for symbol, size in ends.items())
                 notes.append(f"calls at {where} are refused: conditions of the exported model exclude them")
         elif notes is not None:
             where = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
             notes.append(f"not verified at {where}, which the conditions of the exported model do not allow")
-    return made
+    return inputs_at_ends
 
 
 def between(lowered: Lowered, example: Sequence[Any], count: int) -> list[list[Any]]:
-    """The example at so many steps between the least and the largest sizes; none if no size varies."""
-    seen = _varying(lowered, example)
-    if not seen:
+    """The example at `count` sizes between the smallest and the largest; empty if no size varies."""
+    sizes_of_example = _varying(lowered, example)
+    if not sizes_of_example:
         return []
     least, most = (
         _affordable(
-            lowered, seen, {symbol: _bound(lowered, symbol, given, end) for symbol, given in seen.items()}
+            lowered,
+            sizes_of_example,
+            {s: _bound(lowered, s, size, largest) for s, size in sizes_of_example.items()},
         )
-        for end in (False, True)
+        for largest in (False, True)
     )
     steps = [
-        {symbol: least[symbol] + (most[symbol] - least[symbol]) * step // (count + 1) for symbol in seen}
+        {symbol: low + (most[symbol] - low) * step // (count + 1) for symbol, low in least.items()}
         for step in range(1, count + 1)
     ]
-    inputs = [_allowed(lowered, example, seen, sizes) for sizes in steps]
+    inputs = [_allowed(lowered, example, sizes_of_example, sizes) for sizes in steps]
     return [one for one in inputs if one is not None]
 
 
 def _varying(lowered: Lowered, example: Sequence[Any]) -> dict[sympy.Symbol, int]:
-    """The sizes that vary, each with the example's."""
+    """The sizes that vary, with their values in the example."""
     nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
-    seen: dict[sympy.Symbol, int] = {}
+    sizes: dict[sympy.Symbol, int] = {}
     for node, value in zip(nodes, example, strict=True):
         shape = _shape(node.meta.get("val"))
-        for size, given in zip(shape or (), value.shape if shape else (), strict=True):
+        for size, number in zip(shape or (), value.shape if shape else (), strict=True):
             if isinstance(size, sympy.Symbol):
-                seen.setdefault(size, int(given))
-    return seen
+                sizes.setdefault(size, int(number))
+    return sizes
 
 
 def _affordable(
     lowered: Lowered, given: dict[sympy.Symbol, int], ends: dict[sympy.Symbol, int]
 ) -> dict[sympy.Symbol, int]:
-    """The ends, drawn towards the example by halves until the graph's values fit in memory."""
+    """The ends, moved halfway towards the example until the graph's values fit in memory."""
     sizes = ends
     while _bytes_at(lowered, sizes) > MOST_BYTES and sizes != given:
         sizes = {symbol: given[symbol] + (size - given[symbol]) // 2 for symbol, size in sizes.items()}
@@ -86,7 +88,7 @@ def _affordable(
 
 
 def _bytes_at(lowered: Lowered, sizes: dict[sympy.Symbol, int]) -> int:
-    """What all values of the graph take together where the varying sizes are these."""
+    """The bytes of all values of the graph at these sizes."""
     total = 0
     for node in lowered.module.graph.nodes:
         value = node.meta.get("val")
@@ -101,18 +103,18 @@ def _bytes_at(lowered: Lowered, sizes: dict[sympy.Symbol, int]) -> int:
 
 
 def _at(size: Any, sizes: dict[sympy.Symbol, int]) -> int:
-    """A size where the varying sizes are these; 1 where there is none, as for a step of 0 rows."""
+    """The value of a size where the varying sizes are these; 1 if it has none, as for a step of 0 rows."""
     try:
-        found = size if isinstance(size, int) else size.subs(sizes)
+        number = size if isinstance(size, int) else size.subs(sizes)
     except ZeroDivisionError:
         return 1
-    return int(found) if isinstance(found, int) or found.is_finite else 1
+    return int(number) if isinstance(number, int) or number.is_finite else 1
 
 
 def _allowed(
     lowered: Lowered, example: Sequence[Any], given: dict[sympy.Symbol, int], ends: dict[sympy.Symbol, int]
 ) -> list[Any] | None:
-    """The inputs at the ends, or as near to them as the graph's guards allow."""
+    """The inputs at the ends, or as near to them as the guards allow; None if none of the tried ones is."""
     places = {item.name: slot for slot, item in enumerate(lowered.inputs)}
     guards = read_guards(lowered.guards, places)
     for step in range(_NEIGHBOURS):
@@ -123,10 +125,6 @@ def _allowed(
         if sizes == given:
             return None
     return None
-
-
-def _are_at(lowered: Lowered, inputs: Sequence[Any], sizes: dict[sympy.Symbol, int]) -> bool:
-    return _varying(lowered, inputs) == sizes
 
 
 def _towards(size: int, goal: int, step: int) -> int:
@@ -141,11 +139,11 @@ def _untried(ends: dict[sympy.Symbol, int], sizes: dict[sympy.Symbol, int], lowe
 
 
 def at_sizes(lowered: Lowered, example: Sequence[Any], sizes: dict[sympy.Symbol, int]) -> list[Any]:
-    """The example with some of the varying sizes set, the others as they are."""
+    """The example with these sizes; other sizes do not change."""
     nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
-    known = _varying(lowered, example) | sizes
+    all_sizes = _varying(lowered, example) | sizes
     shapes = [_shape(node.meta.get("val")) for node in nodes]
-    return [_resized(x, shape, known) for x, shape in zip(example, shapes, strict=True)]
+    return [_resized(x, shape, all_sizes) for x, shape in zip(example, shapes, strict=True)]
 
 
 def _shape(value: Any) -> tuple[Any, ...] | None:
@@ -171,11 +169,11 @@ def _resized(value: Any, shape: tuple[Any, ...] | None, sizes: dict[sympy.Symbol
         return value
     for axis, size in enumerate(shape):
         wanted = size if isinstance(size, int) else int(size.subs(sizes))
-        have = value.shape[axis]
-        if wanted == have:
+        current = value.shape[axis]
+        if wanted == current:
             continue
-        if have == 0:
+        if current == 0:
             value = value.new_zeros((*value.shape[:axis], wanted, *value.shape[axis + 1 :]))
         else:
-            value = value.index_select(axis, torch.arange(wanted, device=value.device) % have)
+            value = value.index_select(axis, torch.arange(wanted, device=value.device) % current)
     return value

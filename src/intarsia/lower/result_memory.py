@@ -1,11 +1,11 @@
-"""Results as the model returns them: views of the same tensors, with the same memory layout.
+"""The memory of results: views of the same tensors as in the model, with the same layout.
 
-The graph that engines get has no views, so that such a result would come in memory of its own, and whoever
-writes to the one would not see the other change. The chain of views is therefore kept, and replayed at every
-call on the tensor that the caller or the model has.
+The graph for engines has no views, so a result that is a view in the model would have memory of its own, and
+a write to its base would not change it. The chain of views is therefore recorded, and applied at every call
+to the tensor of the caller or the model.
 
-A returned weight is the model's own, as it is in eager: whoever writes to it has changed the model, and the
-next call says so. A loaded module has no model beside it and returns copies of weights.
+A returned weight is the model's own tensor, as in eager. A write to it changes the model, and the next call
+reports that. A loaded module has no model and returns copies of weights.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from intarsia.lower.purity import alias_of, changes, may_copy, written_arguments
 
 @dataclass(frozen=True, eq=False)
 class OutputView:
-    """How one result is made of what the caller has, or the model.
+    """The views that make one result from tensors of the caller or the model.
 
-    `views` takes the flat inputs `reads`, then the results `of`, by their places among the user's results,
-    which are no views themselves, then the weights `held`.
+    `views` takes the flat inputs at `reads`, then the user's results at `of`, which are no views themselves,
+    then the weights `held`.
     """
 
     views: fx.GraphModule
@@ -41,59 +41,59 @@ class OutputView:
 
 
 def output_views(program: ExportedProgram) -> tuple[OutputView | None, ...]:
-    """For each result that the user gets, how it is a view; None where it is no view of what the user has."""
+    """For each result of the user's, the views that make it; None if it shares memory with nothing."""
     returned = returned_by(program)
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    given = [name for name, spec in kinds.items() if spec.kind is InputKind.USER_INPUT]
+    user_inputs = [name for name, spec in kinds.items() if spec.kind is InputKind.USER_INPUT]
     written = _written(program.graph)
     places: dict[fx.Node, int] = {}
     for place, item in enumerate(returned):
         if isinstance(item, fx.Node):
             places.setdefault(_unchanged(item), place)
-    made: list[OutputView | None] = []
+    views: list[OutputView | None] = []
     for place, item in enumerate(returned):
-        chain = _Chain(program, kinds, given, places, written)
-        found = isinstance(item, fx.Node) and chain.follow(item, place)
-        made.append(chain.view() if found else None)
-    return tuple(made)
+        chain = _Chain(program, kinds, user_inputs, places, written)
+        is_view = isinstance(item, fx.Node) and chain.follow(item, place)
+        views.append(chain.view() if is_view else None)
+    return tuple(views)
 
 
 class _Chain:
-    """One result followed back to where its memory comes from."""
+    """The views between one result and the tensors whose memory it uses."""
 
     def __init__(
         self,
         program: ExportedProgram,
         kinds: dict[str, Any],
-        given: list[str],
+        user_inputs: list[str],
         places: dict[fx.Node, int],
         written: set[fx.Node],
     ) -> None:
         self.program = program
-        self.kinds, self.given, self.places, self.written = kinds, given, places, written
-        self.place = -1  # of the result that is followed
+        self.kinds, self.user_inputs, self.places, self.written = kinds, user_inputs, places, written
+        self.place = -1  # of the result
         self.order: list[fx.Node] = []
-        self.sources: list[tuple[fx.Node, str, Any]] = []  # a node, what it is, its place or itself
+        self.sources: list[tuple[fx.Node, str, Any]] = []  # a node, its kind, and its place or value
 
     def follow(self, item: fx.Node, place: int) -> bool:
-        """Whether the result at `place` lies in memory of an input, a weight or another result."""
+        """Whether the result at `place` uses the memory of an input, a weight or another result."""
         self.place, own = place, _unchanged(item)
         if own.op == "placeholder" and self._is_input(own) and own not in self.written:
-            return False  # an input itself: reported elsewhere
+            return False  # an input itself: `GraphOutput.is_input`
         if own.op != "placeholder" and alias_of(own) is None and self.places[own] == place:
-            return False  # made by the model
+            return False  # a tensor of its own
         return self._tensor(own)
 
     def _tensor(self, node: fx.Node) -> bool:
         node = _unchanged(node)
-        if node in self.order or any(node is known for known, _, _ in self.sources):
+        if node in self.order or any(node is source for source, _, _ in self.sources):
             return True
         if node.op == "placeholder":
             return self._source(node)
-        known = [*self.order], [*self.sources]
+        before = [*self.order], [*self.sources]
         if self._view_of(node, alias_of(node)):
             return True
-        self.order, self.sources = known
+        self.order, self.sources = before
         if self.places.get(node, self.place) == self.place:
             return False
         self.sources.append((node, "result", self.places[node]))
@@ -105,19 +105,19 @@ class _Chain:
         if not all(self._number(other) for other in node.all_input_nodes if other is not base):
             return False
         if node.target is torch.ops.aten.as_strided.default and self.sources[0][1] == "result":
-            return False  # an engine's strides are its own
+            return False  # the strides of an engine's result differ
         self.order.append(node)
         return not (may_copy(node) and self._root_is_written())
 
     def _source(self, node: fx.Node) -> bool:
         if self._is_input(node):
-            self.sources.append((node, "input", self.given.index(node.name)))
+            self.sources.append((node, "input", self.user_inputs.index(node.name)))
             return True
         spec = self.kinds[node.name]
-        held = self.program.state_dict.get(spec.target, self.program.constants.get(spec.target))
-        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or not isinstance(held, torch.Tensor):
-            return False  # a number written in the model's code is made again by every call
-        self.sources.append((node, "held", held))
+        tensor = self.program.state_dict.get(spec.target, self.program.constants.get(spec.target))
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or not isinstance(tensor, torch.Tensor):
+            return False  # every call makes a constant in the model's code again
+        self.sources.append((node, "held", tensor))
         return True
 
     def _number(self, node: fx.Node) -> bool:
@@ -159,47 +159,47 @@ class _Chain:
 
 
 def _unchanged(node: fx.Node) -> fx.Node:
-    """The tensor itself: what a change in place returns is the tensor it changed."""
+    """The tensor itself: the result of an in-place operator is the tensor that it changed."""
     base = alias_of(node) if changes(node) else None
     return node if base is None else _unchanged(base)
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """The tensors that the model changes in place, by themselves or through a view."""
-    found: set[fx.Node] = set()
+    """The tensors that the model changes in place, directly or through a view."""
+    tensors: set[fx.Node] = set()
     for node in graph.nodes:
-        for held in written_arguments(node):
-            base: fx.Node | None = held
+        for argument in written_arguments(node):
+            base: fx.Node | None = argument
             while base is not None:
-                found.add(base)
+                tensors.add(base)
                 base = alias_of(base)
-    return found
+    return tensors
 
 
 def returned_by(program: ExportedProgram) -> list[Any]:
-    """What the user gets: nodes, and plain values."""
+    """The user's results: nodes and plain values."""
     output = next(node for node in program.graph.nodes if node.op == "output")
     pairs = zip(program.graph_signature.output_specs, output.args[0], strict=True)
     return [item for spec, item in pairs if spec.kind is OutputKind.USER_OUTPUT]
 
 
-# How results lie in memory in the model: in rows, or as images in channels_last and transposes do.
+# The memory layout of results: in rows, channels_last, or transposed.
 #
-# Engines hand out rows after rows. Who calls `view` on a result, or asks for its strides, must meet those
-# that PyTorch gives it: what works on the model's result works on ours.
-#
-# It costs a copy of such a result. In the zoo that is ConvNeXt's alone, 150 kB.
+# Engines return rows. Code that calls `view` on a result, or reads its strides, works with those of PyTorch's
+# result, so results get the same layout. This copies a result whose layout differs. In the zoo, only
+# ConvNeXt's does (150 kB).
 
-Order = tuple[int, ...]  # the axes of a tensor from the one whose steps are longest to the shortest
+Order = tuple[int, ...]  # the axes of a tensor, from the longest stride to the shortest
 _LAST: dict[int, Order] = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}  # of images, by their dimensions
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """The order of each result of the user's, None where it is not known; and which inputs had channels last.
+    """The order of each of the user's results, None if it is not known, and the inputs that are images.
 
-    `images` has the inputs that may, by their places in the flat call, and whether they did. Convolutions
-    follow them: `others` are the orders of a call whose images are all laid out the other way.
+    `images` has the place of each image in the flat call, and whether it had channels last in the example.
+    The layouts of convolutions follow it: `others` are the orders for a call whose images have the other
+    layout.
     """
 
     orders: tuple[Order | None, ...] = ()
@@ -207,16 +207,16 @@ class Layouts:
     others: tuple[Order | None, ...] = ()
 
     def follow(self, flat: Sequence[Any]) -> bool | None:
-        """Whether the images of a call are laid out as those of the example; None where only some are."""
-        alike = {has_channels_last(flat[place]) == last for place, last in self.images}
-        return None if len(alike) > 1 else alike != {False}
+        """Whether the images of a call have the example's layout; None if only some have."""
+        same = {has_channels_last(flat[place]) == last for place, last in self.images}
+        return None if len(same) > 1 else same != {False}
 
 
 IN_ROWS = Layouts()
 
 
 def output_layouts(program: ExportedProgram) -> Layouts:
-    """How the results of a captured program lie."""
+    """The memory layouts of a captured program's results."""
     results = returned_by(program)
     orders = tuple(layout_of(getattr(item, "meta", {}).get("val")) for item in results)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
@@ -231,26 +231,26 @@ def output_layouts(program: ExportedProgram) -> Layouts:
 def _orders_of_others(
     program: ExportedProgram, results: Sequence[Any], images: set[fx.Node]
 ) -> tuple[Order | None, ...]:
-    """The orders of the results where images come in the other layout: the graph runs on sizes alone."""
+    """The orders of the results if images have the other layout, from a run on fake tensors."""
     graph = fx.Interpreter(program.graph_module, garbage_collect_values=False)
     try:
         with FakeTensorMode(), torch.no_grad():
             placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
             graph.run(*(_sized(node.meta.get("val"), node in images) for node in placeholders))
         return tuple(layout_of(graph.env.get(item)) for item in results)
-    except Exception:  # an operator that needs values: such calls get their images as they are made
+    except Exception:  # an operator needs values: images in the other layout are copied to the example's
         return ()
 
 
-def _sized(value: Any, is_turned: bool) -> Any:
-    """A tensor of the same sizes without values, or a number; `is_turned`, an image in the other layout."""
+def _sized(value: Any, has_other_layout: bool) -> Any:
+    """A tensor of the same sizes without values, or a number."""
     if isinstance(value, torch.SymInt):
         return _hint(value)
     if not isinstance(value, torch.Tensor):
         return value
     sizes, steps = ([_hint(n) for n in numbers] for numbers in (value.shape, value.stride()))
     tensor = torch.empty_strided(sizes, steps, dtype=value.dtype, device=value.device)
-    if not is_turned:
+    if not has_other_layout:
         return tensor
     return laid_out(tensor, tuple(range(len(sizes))) if has_channels_last(value) else _LAST[len(sizes)])
 
@@ -260,7 +260,7 @@ def _is_image(value: Any) -> bool:
 
 
 def has_channels_last(value: Any) -> bool:
-    """Whether an image is laid out by channels last, and not by rows.
+    """Whether an image has channels last, and not rows.
 
     >>> has_channels_last(torch.empty(2, 3, 4, 4, memory_format=torch.channels_last))
     True
@@ -269,9 +269,9 @@ def has_channels_last(value: Any) -> bool:
 
 
 def layout_of(value: Any) -> Order | None:
-    """The order in which a tensor's axes lie in memory; None where it lies there many times, or is empty.
+    """The order of a tensor's axes in memory; None if elements share memory, or there are none.
 
-    Of sizes that vary the order is that of the example. Axes of one element come where rows would have them.
+    For sizes that vary, it is the order in the example. Axes of one element are where rows have them.
 
     >>> layout_of(torch.empty(2, 3, 4, 4, memory_format=torch.channels_last))
     (0, 2, 3, 1)
@@ -281,8 +281,8 @@ def layout_of(value: Any) -> Order | None:
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    sizes, steps = ([_hint(n) for n in told] for told in (value.shape, value.stride()))
-    if 0 in sizes:  # it is empty, or how large it is is not known
+    sizes, steps = ([_hint(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    if 0 in sizes:  # it is empty, or its size is unknown
         return None
     wide = sorted((axis for axis, size in enumerate(sizes) if size > 1), key=lambda axis: -steps[axis])
     reach = 1
@@ -297,7 +297,7 @@ def layout_of(value: Any) -> Order | None:
 
 
 def laid_out(value: Any, order: Order) -> Any:
-    """The same numbers with their axes in this order in memory.
+    """The same values, with the axes in this order in memory.
 
     >>> laid_out(torch.ones(2, 3), (1, 0)).stride()
     (1, 2)
@@ -311,7 +311,7 @@ def laid_out(value: Any, order: Order) -> Any:
 
 
 def is_rows(order: Order) -> bool:
-    """Whether an order is the usual one, row by row."""
+    """Whether an order is row-major."""
     return order == tuple(range(len(order)))
 
 
@@ -320,6 +320,6 @@ def _inverse(order: Sequence[int]) -> Order:
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    """A size, or that of the example; 0 where nobody knows it before the model runs."""
+    """A size, or the example's; 0 if it is not known before the model runs."""
     hint = size.node.hint if isinstance(size, torch.SymInt) else size
     return hint if isinstance(hint, int) else 0

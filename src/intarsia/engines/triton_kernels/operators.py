@@ -32,7 +32,7 @@ def masked_attention(
     """Attention with a mask, whose heads may share keys; a row that sees nothing gives zeros."""
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if has_kernels(query):
-        from intarsia.engines.kernels.attention import masked_attention as kernel
+        from intarsia.engines.triton_kernels.attention import masked_attention as kernel
 
         return kernel(_rows(query), _rows(key), _rows(value), mask, scale)
     made = torch.nn.functional.scaled_dot_product_attention(
@@ -56,7 +56,7 @@ def token_attention(
     The mask is (rows or 1, 1, 1, places of the cache + 1).
     """
     if has_kernels(query):
-        from intarsia.engines.kernels.attention import token_attention as kernel
+        from intarsia.engines.triton_kernels.attention import token_attention as kernel
 
         past_keys, past_values, new_key, new_value = (
             _rows(x) for x in (past_keys, past_values, new_key, new_value)
@@ -91,7 +91,7 @@ def row_product(
     With `gated` the weight's second half is gated by its first: `silu(first) * second`.
     """
     if x.is_cuda:
-        from intarsia.engines.kernels.products import row_product as kernel
+        from intarsia.engines.triton_kernels.products import row_product as kernel
 
         bias, norm, residual = (
             None if given is None else given.contiguous() for given in (bias, norm, residual)

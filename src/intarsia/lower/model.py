@@ -1,8 +1,7 @@
-"""From a model and a call to a lowered graph that takes as many sizes as were asked for.
+"""From a model and a call to a lowered graph with as many sizes as the user let vary.
 
-A size that varies but is 1 in the example can tempt a model onto a path for that size alone. Such a model is
-captured once more with everything given twice in that dimension, and that graph is taken if it answers the
-call that was given too.
+With a size of 1 in the example, a model may take a branch for that size alone. Such a model is captured again
+with that dimension doubled, and the second graph is used if it gives the same answer for the user's call.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from intarsia.errors import CaptureError, IntarsiaError, LoweringError, error_te
 from intarsia.lower import Lowered, Role, lower
 from intarsia.lower.integers import letting_vary, other_values, plain_integers, used_as_numbers
 from intarsia.lower.lowered import example_inputs
-from intarsia.lower.range_ends import at_sizes
+from intarsia.lower.size_examples import at_sizes
 
 HasConverter = Callable[[Any], bool]
 Place = tuple[int, int]  # a tensor of the call, and one of its dimensions
@@ -49,7 +48,7 @@ def lower_model(
     has_converter: HasConverter,
     drop_guards: bool,
 ) -> tuple[Lowered, Call]:
-    """The graph, and the call it was captured with. With `drop_guards`, redundant size guards are dropped."""
+    """The graph, and the call it was captured with. `drop_guards` drops guards that do not matter."""
     call = args, kwargs
     if drop_guards and dynamic_shapes is None:
         varied = _of_any_integers(model, call, has_converter)
@@ -69,10 +68,10 @@ def lower_model(
 
 
 def _of_any_integers(model: nn.Module, call: Call, has_converter: HasConverter) -> Lowered | None:
-    """The graph that takes other integers than the example's; None where it has none, or needs those.
+    """The graph with integer arguments that may vary; None if it has none, or needs their values.
 
-    It must answer as the model does at several values: Python that asks for the type of an integer, which is
-    another while torch traces, takes a branch of its own.
+    It must answer as the model does at several values: Python code that checks the type of an integer takes
+    another branch while torch traces.
     """
     names = plain_integers(model, *call)
     try:
@@ -85,9 +84,9 @@ def _of_any_integers(model: nn.Module, call: Call, has_converter: HasConverter) 
         if not names:
             return None
         lowered = _taken_apart(program, model, has_converter)
-    except IntarsiaError:  # with the integers of the example, capture succeeds or says why not
+    except IntarsiaError:  # capturing with the example's integers succeeds, or raises a better error
         return None
-    if any(output.role is not Role.USER for output in lowered.outputs):  # running the model changes it
+    if any(output.role is not Role.USER for output in lowered.outputs):  # a run would change the model
         return None
     example = example_inputs(lowered, *call)
     others = other_values(lowered, example)
@@ -112,12 +111,12 @@ def _taken_apart(program: ExportedProgram, model: nn.Module, has_converter: HasC
             return lower(program, has_converter=has_converter)
     except IntarsiaError:
         raise
-    except Exception as error:  # torch could export the model, and could not take its graph apart
-        raise LoweringError(f"{type(model).__name__} cannot be lowered: {_said(program, error)}") from error
+    except Exception as error:  # torch exported the model, but cannot decompose its graph
+        raise LoweringError(f"{type(model).__name__} cannot be lowered: {_cause(program, error)}") from error
 
 
-def _said(program: ExportedProgram, error: Exception) -> str:
-    """Why torch could not decompose a graph; its failed assertions are replaced by a sentence."""
+def _cause(program: ExportedProgram, error: Exception) -> str:
+    """Why torch could not decompose a graph. Its failed assertions are replaced by a sentence."""
     what = error_text(error)
     if "INTERNAL ASSERT" not in what:
         return what
@@ -137,7 +136,7 @@ def _wide(
     has_converter: HasConverter,
     ones: Sequence[Place],
 ) -> tuple[Lowered, Call] | None:
-    """The same of a call with two of what it has one of, if all of it may then be one, two or three."""
+    """The graph of the call with these dimensions doubled, if they may then be 1, 2 or 3; otherwise None."""
     if not ones:
         return None
     flat, structure = pytree.tree_flatten((tuple(call[0]), dict(call[1])))
@@ -146,7 +145,7 @@ def _wide(
     twice: Call = pytree.tree_unflatten(flat, structure)
     try:
         lowered = _lowered(model, twice, dynamic_shapes, has_converter, True)
-    except (CaptureError, LoweringError):  # the model wants the sizes of the example
+    except (CaptureError, LoweringError):  # the model needs the sizes of the example
         return None
     fits = all(_may_be(lowered, twice, place, size) for place in ones for size in (1, 3))
     return (lowered, twice) if fits else None
@@ -171,7 +170,7 @@ def _may_be(lowered: Lowered, call: Call, place: Place, size: int) -> bool:
 def _ones(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
 ) -> list[Place]:
-    """Where the example has a size of 1 that may vary."""
+    """The dimensions of the example that may vary and have size 1."""
     if not isinstance(dynamic_shapes, dict | list | tuple) or not isinstance(model, nn.Module):
         return []
     bound = bound_arguments(model, args, kwargs)
@@ -190,7 +189,7 @@ def _ones(
 
 
 def _pairs(values: Sequence[Any], asked: Any) -> Iterator[tuple[torch.Tensor, Any]]:
-    """The tensors of a call, each with what was said of its dimensions."""
+    """The tensors of a call, each with the `dynamic_shapes` of its dimensions."""
     for value, dims in zip(values, asked or (), strict=False):
         if isinstance(value, torch.Tensor) and isinstance(dims, dict | list | tuple):
             yield value, dims
@@ -204,11 +203,11 @@ def _varies(dim: Any) -> bool:
     return dim is not None and not isinstance(dim, int) and dim != torch.export.Dim.STATIC
 
 
-# Guards that do not matter: where the path not compiled gives the same answers as the one that was.
+# Guards that do not matter, because the graph gives the model's answers without them.
 #
-# Export notes `x.shape[0] != 1` wherever some code asked for a size of 1, most often to broadcast, and `> 1`
-# where it asked how memory is laid out; mostly in vain. The question depends on that one size alone, so
-# running the model once at the sizes shut out settles the matter.
+# Export adds `x.shape[0] != 1` where code compares a size with 1, most often to broadcast, and `> 1` where
+# code asks for a memory layout. Mostly neither changes the result. Such a guard depends on one size alone, so
+# running the model at the excluded sizes decides.
 
 _SIZES = re.compile(r"(L\[[^()]+?\])\.size\(\)\[(\d+)\]")
 _UNEQUAL = re.compile(r".+ != \d+")
@@ -218,10 +217,11 @@ _ONE_SIZE = re.compile(r"(L\[.+\])\.size\(\)\[(\d+)\] (!=|>|>=) (\d+)")
 def drop_redundant_guards(
     lowered: Lowered, model: nn.Module, example: Sequence[Any], least: int = 0
 ) -> Lowered:
-    """The same without the guards on one size, at the sizes at which model and graph answer alike.
+    """The graph without the guards on one size, for the sizes at which model and graph answer alike.
 
-    A model that writes to its buffers or inputs is not run for this; its guards stay. Nor is one run at sizes
-    below `least`, which nobody asked for: kernels of PyTorch's divide by a size of 0, and the process ends.
+    A model that writes to its buffers or inputs is not run for this, so its guards stay. Sizes below `least`,
+    which the user does not want, are not tried: kernels of PyTorch divide by a size of 0, which ends the
+    process.
     """
     if not lowered.guards or any(output.role is not Role.USER for output in lowered.outputs):
         return lowered
@@ -237,20 +237,20 @@ def drop_redundant_guards(
         if not sizes:
             kept.append(text)
             continue
-        # Down from the largest: an answer without elements says nothing of the sizes above it.
+        # From the largest size down, since an answer without elements says nothing about larger sizes.
         inputs = ((size, at_sizes(lowered, example, {symbol: size})) for size in sizes)
         tried = ((size, _answers_alike(lowered, model, like)) for size, like in inputs)
         alike = [size for size, _ in takewhile(itemgetter(1), tried)]
         if len(alike) < len(asked[1]):
             kept.append(text if not alike else _weaker(text, alike[-1]))
         if alike and symbol in ranges and ranges[symbol].lower == sizes[0] + 1:
-            # The bound comes of the guard: one that was asked for would have made it needless.
+            # The bound comes from this guard; with a bound of the user's, there would be no guard.
             ranges[symbol] = type(ranges[symbol])(alike[-1], ranges[symbol].upper)
     return replace(lowered, guards=tuple(kept), range_constraints=ranges)
 
 
 def least_asked(dynamic_shapes: Any) -> int:
-    """The least size that any dimension was asked to have; 0 where nothing is said.
+    """The smallest size that the user gave for any dimension; 0 if there is none.
 
     >>> least_asked(({0: torch.export.Dim("n", min=1, max=8)},)), least_asked(None)
     (1, 0)
@@ -260,7 +260,7 @@ def least_asked(dynamic_shapes: Any) -> int:
 
 
 def _answers_alike(lowered: Lowered, model: nn.Module, like: Sequence[Any]) -> bool:
-    """Whether the graph answers as the model does to inputs of these sizes, with other values."""
+    """Whether the graph answers as the model does, for inputs of these sizes with other values."""
     try:
         inputs = [_other_values(value) for value in like]
         flat = {item.index: value for item, value in zip(lowered.inputs, inputs, strict=True)}
@@ -268,7 +268,7 @@ def _answers_alike(lowered: Lowered, model: nn.Module, like: Sequence[Any]) -> b
         with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices=[]):
             expected, shape = pytree.tree_flatten(open_objects(model(*args, **kwargs)))
             answers = lowered.module(*inputs)
-    except Exception:  # the model or the graph has no answer at this size: the guard stands
+    except Exception:  # the model or the graph fails at this size, so the guard stays
         return False
     if shape != lowered.out_spec or len(answers) != len(expected):
         return False
@@ -281,7 +281,7 @@ def _answers_alike(lowered: Lowered, model: nn.Module, like: Sequence[Any]) -> b
 def _is_needless(text: str, lowered: Lowered, model: nn.Module, example: Sequence[Any]) -> bool:
     """Whether model and graph answer alike where a guard on several sizes, `... != 1`, does not hold.
 
-    It is asked at the least sizes of that kind: a product of sizes is 1 where each of them is.
+    The smallest such sizes are tried: a product of sizes is 1 if each of them is.
     """
     if not _UNEQUAL.fullmatch(text):
         return False
@@ -311,20 +311,20 @@ def _is_needless(text: str, lowered: Lowered, model: nn.Module, example: Sequenc
 
 
 def _asked(text: str, lowered: Lowered) -> tuple[sympy.Symbol, list[int]] | None:
-    """The symbol that a guard on one size is about, and the sizes it shuts out, the largest first."""
-    found = _ONE_SIZE.fullmatch(text)
-    if found is None:
+    """The symbol of a guard on one size, and the sizes that it excludes, the largest first."""
+    match = _ONE_SIZE.fullmatch(text)
+    if match is None:
         return None
-    number = int(found[4])
-    sizes = [number] if found[3] == "!=" else [*range(number - (found[3] == ">="), -1, -1)]
+    number = int(match[4])
+    sizes = [number] if match[3] == "!=" else [*range(number - (match[3] == ">="), -1, -1)]
     if not 0 < len(sizes) <= 2:
         return None
-    symbol = _symbol_of(found[1], int(found[2]), lowered)
+    symbol = _symbol_of(match[1], int(match[2]), lowered)
     return None if symbol is None else (symbol, sizes)
 
 
 def _symbol_of(path: str, axis: int, lowered: Lowered) -> sympy.Symbol | None:
-    """The symbol of a size of an input, which the guards name by a path."""
+    """The symbol of an input's size, which guards name by a path."""
     name = input_path(ast.parse(path, mode="eval").body)
     for node in lowered.module.graph.nodes:
         value = node.meta.get("val")
@@ -336,13 +336,13 @@ def _symbol_of(path: str, axis: int, lowered: Lowered) -> sympy.Symbol | None:
 
 
 def _weaker(text: str, least: int) -> str:
-    """The guard on one size that shuts out what is below `least` alone."""
+    """A guard that excludes only the sizes below `least`."""
     path = text[: text.rindex("]") + 1]
     return f"{path} >= {least}"
 
 
 def _other_values(value: Any) -> Any:
-    """Floating-point inputs with arbitrary values: the user's example may be all ones."""
+    """Floating-point inputs with random values added, since an example may be all ones."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     generator = torch.Generator().manual_seed(0)

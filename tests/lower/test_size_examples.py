@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 import intarsia
 from intarsia.capture import capture
 from intarsia.errors import CaptureError, InputError
-from intarsia.lower import Lowered, lower, range_ends
-from intarsia.lower.range_ends import between, corners
+from intarsia.lower import Lowered, lower, size_examples
+from intarsia.lower.size_examples import between, corners
 
 
 class Rows(nn.Module):
@@ -54,7 +54,7 @@ def test_an_end_too_large_for_memory_is_told() -> None:
     notes: list[str] = []
     least, most = sizes(corners(lowered, [x], notes))
     assert least == 2 and 4 < most < 1 << 20
-    assert most**2 * 4 <= range_ends.MOST_BYTES
+    assert most**2 * 4 <= size_examples.MOST_BYTES
     assert f"up to {most}, not 1048576" in notes[0] and "GiB" in notes[0]
 
 
@@ -71,14 +71,14 @@ def test_an_end_on_another_path_gives_way_to_its_neighbour() -> None:
 def test_what_fails_at_the_end_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention scores over 40 rows: the end is beyond four times the example, and is compared."""
     seen: list[int] = []
-    plain = range_ends._resized
+    plain = size_examples._resized
 
     def noting(value: torch.Tensor, *rest: object) -> torch.Tensor:
         made = plain(value, *rest)  # type: ignore[arg-type]
         seen.append(made.shape[0])
         return made
 
-    monkeypatch.setattr(range_ends, "_resized", noting)
+    monkeypatch.setattr(size_examples, "_resized", noting)
     intarsia.compile(Rows(), (torch.rand(4, 3),), dynamic_shapes=({0: Dim("rows", min=2, max=40)},))
     assert 40 in seen
 
