@@ -38,6 +38,16 @@ def error_text(error: BaseException) -> str:
     return name if line == name else f"{name}: {line}"
 
 
+def near_names(name: object, known: Iterable[str], most: int = 3) -> str:
+    """A hint at the end of a message: the known names that are spelled like this one; empty if none is.
+
+    >>> near_names("brt", ["bert", "vit"])
+    "; did you mean 'bert'?"
+    """
+    near = get_close_matches(str(name), sorted(set(known)), n=most, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
 class IntarsiaError(Exception):
     """The base class of the errors of this package."""
 
@@ -130,6 +140,5 @@ def check_option_names(names: Iterable[str], known: Iterable[str], function: str
     known = list(known)
     for name in names:
         if name not in known:
-            near = get_close_matches(str(name), known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise OptionError(f"{function} has no option {name!r}; {hint}")
+            hint = near_names(name, known, most=1) or f"; known are {', '.join(known)}"
+            raise OptionError(f"{function} has no option {name!r}{hint}")

@@ -202,7 +202,7 @@ def test_one_of_many_modules_replaced_is_told_within_eight_calls() -> None:
     fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1, verify=False)
     fast(X)
     model[40][0] = nn.Linear(8, 8)
-    with pytest.warns(UserWarning, match="40 holds other modules"):
+    with pytest.warns(UserWarning, match="40 has other modules"):
         _ = [fast(X) for _ in range(TURNS)]
 
 

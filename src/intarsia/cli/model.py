@@ -8,9 +8,8 @@ import inspect
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from intarsia.capture.input import resolve_call
 from intarsia.checkpoint.pretrained import class_of, load_pretrained, transformers_for
 from intarsia.cli import zoo
 from intarsia.cli.zoo import Specimen
-from intarsia.errors import InputError, first_line
+from intarsia.errors import InputError, first_line, near_names
 from intarsia.logs import torch_logs_kept
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def load_factory(place: str, name: str) -> Callable[..., Any]:
         own = [
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         ]
-        hint = near(name, own) or (f"; it has {', '.join(own[:6])}" if own else "")
+        hint = near_names(name, own) or (f"; it has {', '.join(own[:6])}" if own else "")
         raise InputError(f"{place} has no function {name!r}{hint}")
     if isinstance(factory, nn.Module):
         raise InputError(f"{place}:{name} is a model; give a function that returns (model, args)")
@@ -111,16 +110,6 @@ def call_factory(place: str, name: str, *args: Any) -> Any:
         raise InputError(f"{place}:{name} raised {type(error).__name__}: {error}") from error
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """A hint that ends a sentence: the known words that are spelled much like this one, or nothing.
-
-    >>> near("brt", ["bert", "vit"])
-    "; did you mean 'bert'?"
-    """
-    matches = get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-
-
 def _imported(place: str) -> Any:
     if not place.endswith(".py"):
         if "" not in sys.path:
@@ -134,7 +123,7 @@ def _imported(place: str) -> Any:
             raise InputError(f"there is no module {place!r}{hint}") from error
     path = Path(place)
     if not path.is_file():
-        raise InputError(f"there is no file {place}{near(path.name, _names_beside(path))}")
+        raise InputError(f"there is no file {place}{near_names(path.name, _names_beside(path))}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -187,9 +176,8 @@ def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]
             value = bound.get(name, specimen.kwargs.get(name))
             if not isinstance(value, torch.Tensor):
                 tensors = [key for key in shapes if isinstance(bound.get(key), torch.Tensor)]
-                hint = (
-                    near(name, tensors) or f"; they are {', '.join(tensors) or 'nested: use intarsia.Input'}"
-                )
+                names = ", ".join(tensors) or "nested: use intarsia.Input"
+                hint = near_names(name, tensors) or f"; they are {names}"
                 raise InputError(f"--range {text}: {name!r} is no tensor of the call{hint}")
             if int(axis) >= value.dim():
                 raise InputError(f"--range {text}: {name} has {value.dim()} dimensions")
@@ -202,7 +190,7 @@ def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]
 
 def _from_file(path: Path) -> Specimen:
     if not path.is_file():
-        raise InputError(f"there is no file {path}{near(path.name, _names_beside(path))}")
+        raise InputError(f"there is no file {path}{near_names(path.name, _names_beside(path))}")
     if path.suffix == ".pt2":
         return _from_program(path)
     if path.suffix == ".py":
@@ -284,7 +272,7 @@ def _from_type(name: str) -> Specimen:
                 torch.manual_seed(0)
                 model = _random(class_of(hf, config), config)
             return Specimen(model.eval(), (), _hugging_face_call(name, model))
-    hint = near(name, [*zoo.names(), *types, *_names_beside(Path(name))])
+    hint = near_names(name, [*zoo.names(), *types, *_names_beside(Path(name))])
     raise InputError(f"there is no model {name!r}{hint or f': give {_FORMS}'}")
 
 

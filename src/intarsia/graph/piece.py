@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, near_names
 from intarsia.graph.border import Border, borders
 from intarsia.graph.line import Line
 from intarsia.graph.nodes import modules
@@ -80,7 +79,7 @@ def _piece(gm: fx.GraphModule, segment: Segment, border: Border) -> Piece:
 
 
 def _epilogue(gm: fx.GraphModule, border: Border) -> Piece | None:
-    returned = dict.fromkeys(next(node for node in gm.graph.nodes if node.op == "output").all_input_nodes)
+    returned = dict.fromkeys(gm.graph.output_node().all_input_nodes)
     outputs = tuple(node for node in border.local if node in returned)
     if not outputs:
         return None
@@ -128,8 +127,7 @@ def place_of(line: Line, cut: int | str) -> int:
     if inside:
         return inside[0]
     known = {node.name for node in line.nodes} | {path for n in line.nodes for path, _ in modules(n)}
-    near = get_close_matches(cut, sorted(known), n=3)
-    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+    hint = near_names(cut, known)
     raise PartitionError(f"cuts names {cut!r}, which is neither a node nor a module of the graph{hint}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from intarsia.errors import PartitionError, UnknownNameError
+from intarsia.errors import PartitionError, UnknownNameError, near_names
 from intarsia.graph.nodes import compute_nodes, is_view_op, modules, op_name
 from intarsia.graph.sizes import size_hint
 from intarsia.lower.lowered import replaced_by
@@ -191,7 +190,8 @@ def check_op_names(
         if not any(map(name_matcher(plain), besides)):
             full_names = [*besides, *(full for node in nodes for full in op_names(node))]
             known = {part for full in full_names for part in _shorter(full)}
-            message = f"{option} names {name!r}, which no node is{near_names(str(name), known)}"
+            hint = near_names(str(name).removeprefix("torch.ops."), known)
+            message = f"{option} names {name!r}, which no node is{hint}"
             raise UnknownNameError(message, option, name)
 
 
@@ -233,9 +233,3 @@ def _ops_named(options: PartitionOptions) -> Iterator[tuple[str, Any]]:
 def _shorter(full: str) -> tuple[str, ...]:
     packet = ".".join(full.split(".")[:2])
     return (packet.replace(".", "::", 1), full.split(".")[1] if "." in full else full)
-
-
-def near_names(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'a', 'b'`, or nothing."""
-    near = get_close_matches(name.removeprefix("torch.ops."), sorted(known), n=3, cutoff=0.5)
-    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""

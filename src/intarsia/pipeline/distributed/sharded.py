@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, near_names
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.tree_stage import TreeStage
 
@@ -50,8 +49,7 @@ def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None
     known = {name for stage in stages for name, _ in stage.named_modules() if name}
     for pattern in plan:
         if not any(_matches(name, pattern) for name in known):
-            near = get_close_matches(pattern, sorted(known), n=3)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            hint = near_names(pattern, known)
             raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{hint}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, near_names
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,7 @@ def _object(data: Any, what: str, known: set[str]) -> Mapping[str, Any]:
         raise PartitionError(f"{what} must be a JSON object, not {type(data).__name__}")
     for name in data:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f": it has {', '.join(sorted(known))}"
+            hint = near_names(name, known) or f": it has {', '.join(sorted(known))}"
             raise PartitionError(f"{what} has {name!r}, which means nothing{hint}")
     return data
 

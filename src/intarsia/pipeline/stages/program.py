@@ -130,7 +130,7 @@ class _RecomputedProgram(nn.Module):
         self.gives = [tuple(n.name for n in piece.outputs) for piece in pieces]
         self.written = [tuple(n.name in written for n in piece.inputs) for piece in pieces]
         self.inputs = [n.name for n in program.graph.nodes if n.op == "placeholder"]
-        (results,) = next(iter(reversed(program.graph.nodes))).args
+        results: Any = program.graph.output_node().args[0]
         self.results = [(v.name, None) if isinstance(v, fx.Node) else (None, v) for v in results]
 
     def forward(self, *values: Any) -> tuple[Any, ...]:

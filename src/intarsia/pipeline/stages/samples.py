@@ -228,7 +228,7 @@ def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
         return [interpreter.agreement, None, None]
 
     agreement, _ = _attempt(tensors, axes, run)
-    waiting, seen, wrong = list(next(iter(reversed(captured.graph.nodes))).all_input_nodes), set(), False
+    waiting, seen, wrong = list(captured.graph.output_node().all_input_nodes), set(), False
     while waiting:
         node = waiting.pop()
         if node in seen:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import InputError, PartitionError, near_names
 from intarsia.graph.alias import memory_of
 from intarsia.graph.piece import Piece, pieces_at, relayed
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
@@ -204,8 +203,7 @@ def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None
         stage.recompute(names)
     for name in names:
         if not any(fnmatchcase(path, name) for path in known):
-            near = get_close_matches(name, sorted(known), n=3)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            hint = near_names(name, known)
             raise PartitionError(f"checkpoint names {name!r}, which is not a module of the graph{hint}")
 
 

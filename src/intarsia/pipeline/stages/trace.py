@@ -102,7 +102,7 @@ class Trace:
     @property
     def results(self) -> tuple[fx.Node, ...]:
         """The nodes whose values the model returns, in order of its tensor outputs."""
-        (values,) = next(iter(reversed(self.graph.nodes))).args
+        (values,) = self.graph.output_node().args
         assert isinstance(values, tuple | list)
         return tuple(v for v in values if isinstance(v, fx.Node))
 
@@ -234,7 +234,7 @@ def _signature(
     axes: Axes,
     same: Mapping[Any, Any],
 ) -> CallSignature:
-    (values,) = next(iter(reversed(program.graph.nodes))).args
+    (values,) = program.graph.output_node().args
     outputs: list[TensorSpec | Fixed] = []
     for i, value in enumerate(values):
         if not isinstance(value, fx.Node):

@@ -226,7 +226,7 @@ def _build(
     model: nn.Module, graph: fx.Graph, line: Line, cuts: Sequence[int], means: Sequence[str]
 ) -> list[TreeStage]:
     pieces = pieces_at(fx.GraphModule(model, graph), line, cuts)
-    (answer,) = next(iter(reversed(graph.nodes))).args
+    (answer,) = graph.output_node().args
     results = [v for v in pytree.tree_leaves(answer) if isinstance(v, fx.Node)]
     parts = []
     for piece, (takes, gives) in zip(pieces, relayed(pieces, line.inputs, results), strict=True):

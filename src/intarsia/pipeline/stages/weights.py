@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from intarsia.archive.tensors import DTYPES
-from intarsia.errors import InputError
+from intarsia.errors import InputError, near_names
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.stage import Stage
 
@@ -252,8 +252,7 @@ def _buffer_values(stages: StageSequence, buffers: Mapping[str, Tensor]) -> dict
     held = {name for part in stages for name, _ in part.named_buffers(remove_duplicate=False)}
     for name in buffers:
         if name not in held:
-            near = difflib.get_close_matches(name, held, n=1)
-            hint = f"; is {near[0]!r} meant?" if near else ""
+            hint = near_names(name, held)
             raise InputError(f"buffers gives {name!r}, which is not a buffer of the model{hint}")
     return {**stages.buffer_values, **buffers}
 
