@@ -63,15 +63,17 @@ def _embedding(
 
 
 def _integer_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, low: int, high: int
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, low: int, high: int, nan: int | None
 ) -> torch.Tensor:
     middle = low + 128  # of the integers, so that int8 holds them
-    integers = (x.round().clamp(low, high) - middle).to(torch.int8)
+    integers = (torch.nan_to_num(x, nan or 0.0).round().clamp(low, high) - middle).to(torch.int8)
     sums = torch._int_mm(integers.reshape(-1, x.shape[-1]), weight.t())
     if middle:
         sums = sums + weight.sum(1, dtype=torch.int32) * middle
     result = sums.to(torch.promote_types(x.dtype, torch.float32))
     result = result if scale is None else result * scale
+    if nan is None:
+        result = result.masked_fill(x.isnan().any(-1).reshape(-1, 1), torch.nan)
     return result.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -97,11 +99,11 @@ torch.library.define(
 torch.library.impl("intarsia::quantized_embedding", "CompositeImplicitAutograd", _embedding)
 
 # Products of activations in 8 bits: `x` is in steps of their scale, and is rounded to integers from `low` to
-# `high`; the weight is int8 of (rows, columns). The sum of their products is exact, and times `scale`, which
-# has a number for each row.
+# `high`, NaN to `nan`; without that, NaN makes NaN. The weight is int8 of (rows, columns). The sum of their
+# products is exact, and is multiplied by `scale`, which has a number for each row.
 torch.library.define(
     "intarsia::integer_linear",
-    "(Tensor x, Tensor weight, Tensor? scale, int low, int high) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? scale, int low, int high, int? nan) -> Tensor",
 )
 torch.library.impl("intarsia::integer_linear", "CompositeImplicitAutograd", _integer_linear)
 

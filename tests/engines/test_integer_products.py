@@ -12,6 +12,7 @@ from torch import nn
 import intarsia
 from intarsia.capture.export import capture
 from intarsia.convert import registry
+from intarsia.convert.aten.quantize import HAS_QUANTIZED
 from intarsia.engines.onnxruntime import integers
 from intarsia.lower import Lowered, lower
 from intarsia.quantized import INTEGER_LINEAR, multiplies_integers_exactly
@@ -137,6 +138,106 @@ def test_mnn_refuses_with_a_sentence() -> None:
     assert "intarsia.integer_linear.default x2: " in str(fast.plan)
     assert "mnn does not divide exactly" in str(fast.plan)
     torch.testing.assert_close(fast(X), model(X).detach(), rtol=2e-5, atol=2e-5)
+
+
+class _Rounded(nn.Module):
+    """Activations as compressed-tensors rounds them: by a scale of each row, or by a constant."""
+
+    def __init__(self, static: bool) -> None:
+        super().__init__()
+        self.static = static
+        self.register_buffer("weight", torch.randint(-128, 128, (48, 128), dtype=torch.int8))
+        self.register_buffer("weight_scale", torch.rand(48, 1) / 128)
+        self.register_buffer("input_scale", torch.tensor([0.03]))
+        self.bias = nn.Parameter(torch.randn(48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.input_scale if self.static else x.abs().amax(-1, keepdim=True) / 127.5
+        x = (x / scale).clamp(-128.0, 127.0).round() * scale
+        return nn.functional.linear(x, self.weight.float() * self.weight_scale, self.bias)
+
+
+@BY_ENGINE
+@pytest.mark.parametrize("static", [False, True])
+def test_numbers_that_stand_for_integers(static: bool, engine: str) -> None:
+    torch.manual_seed(0)
+    model = _Rounded(static).eval()
+    assert _products(model, X) == 1
+    fast = intarsia.compile(model, (X,), engines=[engine], min_block_size=1)
+    assert f"activations and weights in 8 bits on {engine}: 1 product" in str(fast.plan)
+    x = X.clone()
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=2e-5, atol=2e-5)
+    x[0, 0, 5], x[1, 1, 7] = torch.nan, torch.inf
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+class _Pt2e(nn.Module):
+    """What pt2e makes of a convolution and two products."""
+
+    def __init__(self, dtype: torch.dtype, zero: int) -> None:
+        super().__init__()
+        self.dtype, self.zero = dtype, zero
+        for name, shape in (("conv", (4, 2, 3)), ("first", (64, 4 * 16)), ("second", (32, 64))):
+            self.register_buffer(name, torch.randint(-127, 128, shape, dtype=torch.int8))
+            self.register_buffer(f"{name}_scale", torch.rand(shape[0]) / 500 + 1e-3)
+            self.register_buffer(f"{name}_zero", torch.zeros(shape[0], dtype=torch.int64))
+        self.bias = nn.Parameter(torch.randn(64))
+
+    def weight(self, name: str) -> torch.Tensor:
+        scale, zero = getattr(self, f"{name}_scale"), getattr(self, f"{name}_zero")
+        q = torch.ops.quantized_decomposed
+        return q.dequantize_per_channel(getattr(self, name), scale, zero, 0, -127, 127, torch.int8)
+
+    def rounded(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        q, ends = torch.ops.quantized_decomposed, torch.iinfo(self.dtype)
+        settings = (scale, self.zero, ends.min, ends.max, self.dtype)
+        return q.dequantize_per_tensor(q.quantize_per_tensor(x, *settings), *settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.conv1d(self.rounded(x, 0.03), self.weight("conv"), padding=1)
+        x = nn.functional.linear(self.rounded(x, 0.05).flatten(1), self.weight("first"), self.bias)
+        return nn.functional.linear(self.rounded(x.relu(), 0.04), self.weight("second"))
+
+
+@pytest.mark.skipif(not HAS_QUANTIZED, reason="this torch has no quantized_decomposed operators")
+@BY_ENGINE
+@pytest.mark.parametrize(("dtype", "zero"), [(torch.uint8, 128), (torch.uint8, 100), (torch.int8, -7)])
+def test_static_activations_of_pt2e(dtype: torch.dtype, zero: int, engine: str) -> None:
+    torch.manual_seed(0)
+    model, x = _Pt2e(dtype, zero).eval(), torch.randn(3, 2, 16)
+    assert _products(model, x) == 2
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    assert fast.plan.engines == (engine,)
+    assert f"activations and weights in 8 bits on {engine}: 2 products" in str(fast.plan)
+    said = "these products of rounded activations are computed in floats: conv1d: convolutions have no exact"
+    assert any(note.startswith(said) for note in fast.notes)
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=2e-5, atol=2e-5)
+    x[0, 0, 3], x[1, 1, 5] = torch.nan, torch.inf
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def test_static_activations_of_torchao() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 96), nn.GELU()).eval()
+    scale = torch.full((1, 1), 0.03)
+    torchao.quantize_(
+        model,
+        torchao.Int8StaticActivationInt8WeightConfig(act_quant_scale=scale, granularity=torchao.PerTensor()),
+    )
+    x = X.flatten(0, 1)
+    assert _products(model, x) == 1
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=2e-5, atol=2e-5)
+
+
+def test_products_that_stay_floats_are_named() -> None:
+    torch.manual_seed(0)
+    model = _Rounded(static=False).eval()
+    model.weight_scale = torch.rand(48, 1).expand(48, 128).contiguous()
+    model.weight_scale[:, 64:] *= 2
+    fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1)
+    assert any("linear: their weights have 8 bits in 2 groups" in note for note in fast.notes)
+    torch.testing.assert_close(fast(X), model(X).detach(), rtol=2e-5, atol=2e-4)
 
 
 class _Sums(nn.Module):

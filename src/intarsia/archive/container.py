@@ -85,18 +85,19 @@ def _padding(count: int) -> bytes:
 class Reader:
     """The members of a file, each checked against its digest before it is returned."""
 
-    def __init__(self, source: str | os.PathLike[str] | bytes | memoryview) -> None:
-        self.path: str | None = None if isinstance(source, bytes | memoryview) else os.fspath(source)
+    def __init__(self, source: str | os.PathLike[str] | bytes) -> None:
+        self.path: str | None = None if isinstance(source, bytes) else os.fspath(source)
         self._file: BinaryIO | None = None
-        if isinstance(source, bytes | memoryview):
-            self._buffer = memoryview(source)
+        file: BinaryIO
+        if isinstance(source, bytes):
+            self._buffer, file = memoryview(source), io.BytesIO(source)  # which shares the memory of bytes
         else:
-            self._file = open(source, "rb")  # noqa: SIM115  # read again while members are checked
+            self._file = file = open(source, "rb")  # noqa: SIM115  # read again while members are checked
             weakref.finalize(self, self._file.close)
             self._buffer = memoryview(_mapped(self._file))
         self._address = np.frombuffer(self._buffer, np.uint8).ctypes.data
         try:
-            self._places = _places(self._buffer)
+            self._places = _places(self._buffer, file)
             text = self._bytes(MANIFEST)
             self.seal: str = hashlib.sha256(text).hexdigest()
             if self.seal.encode() != self._bytes(SEAL):
@@ -185,10 +186,9 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
         raise ArchiveError("it is empty") from error
 
 
-def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
+def _places(buffer: memoryview, file: BinaryIO) -> dict[str, tuple[int, int]]:
     """The position of each member; ArchiveError unless all members are stored, plain and distinct."""
-    # zipfile would copy a buffer, so it gets an object that reads like a file.
-    listed = zipfile.ZipFile(_File(buffer)).infolist()
+    listed = zipfile.ZipFile(file).infolist()
     if len(listed) > _MOST_MEMBERS:
         raise ArchiveError(f"it has {len(listed)} members; at most {_MOST_MEMBERS} are read")
     if min((info.header_offset for info in listed), default=0) > 0:
@@ -224,32 +224,6 @@ def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
             raise ArchiveError(f"{name!r} overlaps another member or is not aligned")
         ends = start + size
     return places
-
-
-class _File(io.RawIOBase):
-    """A buffer as a file, without a copy."""
-
-    def __init__(self, buffer: memoryview) -> None:
-        self._buffer, self._at = buffer, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = (0, self._at, len(self._buffer))[whence] + offset
-        if at < 0:
-            raise OSError(f"there is no place {at}")
-        self._at = at
-        return at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        end = len(self._buffer) if size is None or size < 0 else self._at + size
-        data = bytes(self._buffer[self._at : end])
-        self._at += len(data)
-        return data
 
 
 def strict_json(text: bytes, advice: str = "") -> Any:

@@ -101,7 +101,7 @@ class Bundle:
 
 @contextmanager
 def open_bundle(
-    source: Reader | str | os.PathLike[str] | bytes | memoryview,
+    source: Reader | str | os.PathLike[str] | bytes,
     name: str = FORMAT,
     version: int = VERSION,
     options: LoadOptions = LoadOptions(),  # noqa: B008  # frozen
@@ -113,7 +113,7 @@ def open_bundle(
         yield Bundle(reader, weights, options)
 
 
-def load_bytes(data: bytes | memoryview) -> Compiled:
+def load_bytes(data: bytes) -> Compiled:
     """The compiled module that `save_bytes` wrote."""
     options = LoadOptions(packed=False)
     with complaining("the archive in memory cannot be loaded"), open_bundle(data, options=options) as bundle:

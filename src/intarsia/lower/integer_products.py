@@ -6,19 +6,24 @@ scale, and what multiplies by it in the end, stays as the model has it; between 
     x ─ div ─ round ─ clamp ─ to int8 ─┐                              x ─ div ─ integer_linear ─ mul
      scale ─┘         int8 ─ t ─ _int_mm ─ mul ─ mul          ──►      scale ─┘      │            └─ scale
                                     scale ─┘      └─ scale of a row              weight, scale of a row
+
+Some write numbers again before they multiply: pt2e by `dequantize`, compressed-tensors by `round(x / s) * s`.
+A product of such numbers is the same in integers but for rounding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from intarsia.lower.constants import Values, constants_of
-from intarsia.lower.lowered import note_replaced
-from intarsia.quantized import INTEGER_LINEAR
+from intarsia.lower.lowered import note_left, note_replaced
+from intarsia.lower.purity import dequantizes
+from intarsia.quantized import INTEGER_LINEAR, LINEAR, multiplies_integers_exactly
 
 aten = torch.ops.aten
 
@@ -34,24 +39,60 @@ _RESHAPES = frozenset(
 _CASTS = frozenset({aten._to_copy.default, aten.to.dtype})
 _ZEROS = frozenset({aten.zeros_like.default, aten.zeros.default})
 _FULL = frozenset({aten.full_like.default, aten.full.default})
+_DESCRIBES = ("val", "nn_module_stack", "stack_trace")
+_LEFT = "these products of rounded activations are computed in floats"
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """Activations in steps of their scale, and the integers that they are rounded to."""
+    """Activations in steps of their scale, and the integers that they are rounded to.
+
+    NaN becomes `nan`, if not NaN again. `factor` is the scale, if numbers were multiplied by it before.
+    """
 
     x: fx.Node
     low: int = -128
     high: int = 127
+    nan: int | None = 0
+    factor: float | fx.Node = 1.0
+
+
+class _Unmatched(Exception):
+    """Why activations that are rounded are multiplied as floats."""
 
 
 def find_integer_products(module: fx.GraphModule) -> None:
     """Let one node stand for rounding activations and multiplying them by a weight of 8 bits."""
-    products = [node for node in module.graph.nodes if node.target is aten._int_mm.default]
-    matcher = _Matcher(module) if products else None
-    for product in products:
-        if matcher is not None and product.meta["val"].device.type == "cpu":
-            matcher.replace_product(product)
+    matcher: _Matcher | None = None
+    left: dict[str, list[str]] = {}
+    for node in list(module.graph.nodes):
+        if node.target not in (aten._int_mm.default, LINEAR) and not _reads_dequantized(node):
+            continue
+        if node.meta["val"].device.type != "cpu":
+            continue
+        matcher = matcher or _Matcher(module)
+        try:
+            if node.target is aten._int_mm.default:
+                matcher.replace_product(node)
+            else:
+                matcher.replace_linear(node)
+        except _Unmatched as reason:
+            left.setdefault(str(reason), []).append(node.name)
+    note_left(module, _LEFT, left)
+
+
+def _reads_dequantized(node: fx.Node) -> bool:
+    """Whether it multiplies activations by a weight that a `dequantize` operator makes."""
+    if node.target not in (
+        aten.linear.default,
+        aten.conv1d.default,
+        aten.conv2d.default,
+        aten.conv3d.default,
+    ):
+        return False
+    return all(
+        isinstance(one, fx.Node) and dequantizes(_before_reshapes(one).target) for one in node.args[:2]
+    )
 
 
 class _Matcher:
@@ -76,7 +117,119 @@ class _Matcher:
             steps = self.steps(rounded)
             flat = _call(self.graph, aten.reshape.default, steps.x, [-1, columns.shape[0]])
         scale = self.absorbed_scale(cast, columns.shape[1])
-        self.replace(cast, _Steps(flat, steps.low, steps.high), columns.t(), scale)
+        self.put(cast, replace(steps, x=flat), columns.t(), scale)
+
+    def replace_linear(self, product: fx.Node) -> None:
+        """Put the node, the scale of the activations and the bias in place of a product of numbers."""
+        is_packed = product.target is LINEAR
+        if not is_packed and product.target is not aten.linear.default:
+            raise _Unmatched("convolutions have no exact kernel for integers")
+        with self.graph.inserting_before(product):
+            steps = self.steps_of_numbers(product.args[0])
+        if steps is None or _dtype(product) is not torch.float32:
+            return
+        if not multiplies_integers_exactly():
+            raise _Unmatched("PyTorch's products of 8-bit integers saturate on this processor")
+        if not (0 <= -steps.low <= 255 and steps.high - steps.low <= 255):
+            raise _Unmatched(f"activations are rounded to integers from {steps.low} to {steps.high}")
+        weight, scale = self.packed(product) if is_packed else self.dequantized(product.args[1])
+        bias = product.args[4] if is_packed else (*product.args, None)[2]
+        if isinstance(steps.factor, float):
+            scale = scale * steps.factor
+        self.put(product, steps, weight, scale)
+        last = product
+        for target, other in ((aten.mul.Tensor, steps.factor), (aten.add.Tensor, bias)):
+            if isinstance(other, fx.Node):
+                with self.graph.inserting_after(last):
+                    following = self.graph.call_function(target, (last, other))
+                following.meta = {key: item for key, item in product.meta.items() if key in _DESCRIBES}
+                last.replace_all_uses_with(following)
+                following.args = (last, other)  # which the line above replaced, too
+                last = following
+
+    def steps_of_numbers(self, x: Any) -> _Steps | None:
+        """The integers that numbers stand for, if these are multiples of one scale for each row."""
+        reshapes, numbers = [], x
+        while numbers.target in _RESHAPES:
+            reshapes.append(numbers)
+            numbers = numbers.args[0]
+        steps = None
+        if dequantizes(numbers.target):
+            steps = self.quantized_steps(numbers)
+        elif numbers.target is aten.mul.Tensor:
+            steps = self.rounded_steps(numbers)
+        if steps is None or (reshapes and isinstance(steps.factor, fx.Node)):
+            return None
+        moved = steps.x
+        for node in reversed(reshapes):
+            moved = _call(self.graph, node.target, moved, *node.args[1:], **node.kwargs)
+        return replace(steps, x=moved)
+
+    def quantized_steps(self, numbers: fx.Node) -> _Steps:
+        """Of a pair of operators of pt2e."""
+        integers = numbers.args[0]
+        assert isinstance(integers, fx.Node)
+        if not str(integers.target).startswith("quantized_decomposed.quantize_per_tensor"):
+            raise _Unmatched("their integers do not come from a rounding of the whole tensor")
+        settings = [self.number(value) for value in numbers.args[1:5]]
+        if None in settings or settings != [self.number(value) for value in integers.args[1:5]]:
+            raise _Unmatched("they are rounded by one scale and read by another")
+        scale, zero, low, high = map(float, settings)  # type: ignore[arg-type]
+        if _dtype(integers.args[0]) is not torch.float32 or not 0 < scale < math.inf:  # type: ignore[arg-type]
+            raise _Unmatched(f"the scale of their activations is {scale}")
+        x = _call(self.graph, aten.mul.Tensor, integers.args[0], 1.0 / scale)  # type: ignore[arg-type]
+        return _Steps(x, int(low - zero), int(high - zero), int(-zero), scale)
+
+    def rounded_steps(self, numbers: fx.Node) -> _Steps | None:
+        """Of numbers that are rounded between a division by their scale and a product with it."""
+        for integers, scale in (numbers.args, numbers.args[::-1]):
+            described = scale.meta.get("val") if isinstance(scale, fx.Node) else None
+            if not isinstance(described, torch.Tensor) or not isinstance(integers, fx.Node):
+                continue
+            if described.numel() != 1 and described.shape[-1] != 1:
+                continue
+            inner = integers.args[0] if integers.args else None
+            pair = (integers.target, inner.target if isinstance(inner, fx.Node) else None)
+            if pair not in (
+                (aten.round.default, aten.clamp.default),
+                (aten.clamp.default, aten.round.default),
+            ):
+                continue
+            clamp = integers if integers.target is aten.clamp.default else inner
+            low, high = (*clamp.args[1:], None, None)[:2]  # type: ignore[union-attr]
+            is_whole = all(isinstance(end, int | float) and float(end).is_integer() for end in (low, high))
+            if is_whole and _dtype(integers) is torch.float32:
+                return _Steps(inner.args[0], int(low), int(high), None, scale)  # type: ignore[union-attr, arg-type]
+        return None
+
+    def number(self, value: Any) -> float | None:
+        """A number, or the only one of a constant."""
+        if isinstance(value, int | float):
+            return value
+        held = self.values.of(value) if value in self.constants else None
+        return held.item() if held is not None and held.numel() == 1 else None
+
+    def packed(self, product: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight of a product as int8, and the scale of each row."""
+        _, weight, scale, zero, _, bits = product.args
+        held, scales = self.values.of(weight), self.values.of(scale)  # type: ignore[arg-type]
+        if bits != 8 or held.shape[1] != 1 or zero is not None:
+            layout = (
+                "zero points" if zero is not None else f"{bits} bits in {held.shape[1]} groups of columns"
+            )
+            raise _Unmatched(f"their weights have {layout}")
+        return (held[:, 0] ^ 128).view(torch.int8), scales[:, 0].float()
+
+    def dequantized(self, weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of what pt2e reads by one scale for each row, or for all."""
+        by_row = "per_channel" in str(weight.target)
+        integers, scale, zero = weight.args[:3]
+        if integers not in self.constants or weight.kwargs or _dtype(integers) is not torch.int8:
+            raise _Unmatched("their weights are not constants of int8")
+        if not self.is_zero(zero) or (by_row and weight.args[3] != 0):
+            raise _Unmatched("their weights have zero points, or scales of columns")
+        held = self.values.of(integers)
+        return held, self.values.factor(scale).float().reshape(-1).expand(len(held))
 
     def corrected(self, product: fx.Node, columns: torch.Tensor) -> fx.Node | None:
         """What subtracts the sums that 128 too many make, if it reads the product."""
@@ -130,10 +283,10 @@ class _Matcher:
             return None
         by_weight.replace_all_uses_with(by_activation)
         self.graph.erase_node(by_weight)
-        return held.reshape(-1).expand(rows).contiguous()
+        return held.reshape(-1).expand(rows)
 
-    def replace(self, old: fx.Node, steps: _Steps, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """Put the node in place of another."""
+    def put(self, old: fx.Node, steps: _Steps, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Turn another node into the product of integers."""
         described = old.meta["val"]
 
         def constant(part: str, value: torch.Tensor) -> fx.Node:
@@ -145,10 +298,10 @@ class _Matcher:
 
         with self.graph.inserting_before(old):
             held = constant("weight", weight.contiguous())
-            scales = None if scale is None else constant("scale", scale)
+            scales = None if scale is None else constant("scale", scale.contiguous())
         replaced = [old.target]
         old.target, old.kwargs = INTEGER_LINEAR, {}
-        old.args = (steps.x, held, scales, steps.low, steps.high)
+        old.args = (steps.x, held, scales, steps.low, steps.high, steps.nan)
         note_replaced(old, replaced)
 
 

@@ -89,3 +89,14 @@ def replaced_by(node: fx.Node) -> tuple[str, ...]:
     """The full names of the operators that a node replaces."""
     names: tuple[str, ...] = node.meta.get(_KEY, ())
     return names
+
+
+_NAMED = 3  # nodes in a note
+
+
+def note_left(module: fx.GraphModule, what: str, left: Mapping[str, Sequence[str]]) -> None:
+    """Leave a note for the user for each reason why nodes of these names stay as they are."""
+    for reason, names in left.items():
+        more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+        notes = module.meta.setdefault("left", [])
+        notes.append(f"{what}: {', '.join(names[:_NAMED])}{more}: {reason}")

@@ -59,7 +59,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     for module in (lowered.module, *_bodies(lowered.module)):
         _free_views(module.graph)
         run_passes(module)
-    notes = (*lowered.notes, *lowered.module.meta.get("unpacked", ()))
+    notes = (*lowered.notes, *lowered.module.meta.get("left", ()))
     return replace(lowered, program=captured, views=views, layouts=layouts, notes=notes)
 
 

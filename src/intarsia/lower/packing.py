@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from intarsia.lower.constants import FLOATS_OF_8_BITS, Values, behind, constants_of
-from intarsia.lower.lowered import note_replaced
+from intarsia.lower.lowered import note_left, note_replaced
 from intarsia.memory import release_freed
 from intarsia.quantized import EMBEDDING, LINEAR, dequantized
 
@@ -32,7 +32,6 @@ _BLOCKS = (256, 128, 64, 32, 16)  # columns; scales of smaller groups would take
 _SHORT_BLOCK = 64  # of fewer columns, a row that has one scale is not divided
 _AT_A_TIME = 1 << 20  # numbers that are compared at a time
 _FEWEST_BITS = 2  # of a weight; fewer bytes of integers in a weight's constants are places, not the weight
-_NAMED = 3  # nodes in a note
 # Products and lookups: where the weight stands, and whether its rows are the columns of the product's result.
 _READERS: dict[Any, tuple[int, bool]] = {
     aten.linear.default: (1, False),
@@ -99,10 +98,7 @@ def pack_weights(module: fx.GraphModule) -> None:
             _replace(module, node, packed[source, turned], name)
         except _Unpackable as reason:
             left.setdefault(str(reason), []).append(node.name)
-    for said, names in left.items():
-        more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
-        notes = module.meta.setdefault("unpacked", [])
-        notes.append(f"these weights are not stored in few bits: {', '.join(names[:_NAMED])}{more}: {said}")
+    note_left(module, "these weights are not stored in few bits", left)
 
 
 def _reads_activation(node: fx.Node, constants: dict[fx.Node, int]) -> bool:

@@ -257,7 +257,7 @@ def _product(
 @converter(INTEGER_LINEAR)
 def integer_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: str) -> Tensor:
     """In integers, where the engine can; else the rounded activations are multiplied as float32."""
-    x, weight, scale, low, high = args
+    x, weight, scale, low, high, _ = args  # engines leave NaN to PyTorch
     _constants_only(weight, scale)
     x = F.cast(ctx.tensor(x), ir.DataType.FLOAT)
     scale = torch.ones(1) if scale is None else scale
