@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError
 
@@ -40,9 +41,24 @@ class Specimen:
 
         return compile(self.model, self.args, self.kwargs, dynamic_shapes=self.dynamic_shapes, **options)
 
-    def padded(self, rows: int) -> Specimen:
+    def repeated(self, times: int) -> Specimen:
+        """The model with its example so many times in a batch.
+
+        >>> specimen("resnet50").repeated(3).args[0].shape
+        torch.Size([3, 3, 64, 64])
+        """
+
+        def stacked(value: object) -> object:
+            if not isinstance(value, torch.Tensor) or not value.ndim:
+                return value
+            return value.repeat(times, *[1] * (value.ndim - 1))
+
+        args, kwargs = pytree.tree_map(stacked, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs) if times > 1 else self
+
+    def padded(self, rows: int, *, varying: bool = False) -> Specimen:
         """The model with a batch of so many rows and a mask: a quarter of one row is padding, or every row is
-        shorter than the one before.
+        shorter than the one before. If they are `varying`, batch and length may be up to 4 times as large.
 
         >>> specimen("bert").padded(2).kwargs["attention_mask"].sum(1).tolist()
         [16, 10]
@@ -56,7 +72,17 @@ class Specimen:
         lengths = lengths if rows > 1 else lengths - length // 4
         mask = (torch.arange(length) < lengths[:, None]).to(torch.long)
         ids = ids[:1].expand(rows, length).contiguous()
-        return Specimen(self.model, (ids,), {"attention_mask": mask})
+        sizes = None
+        if varying:
+            axes = {0: Dim("batch", min=1, max=4 * rows), 1: Dim("length", min=2, max=4 * length)}
+            sizes = {next(iter(takes)): axes, "attention_mask": axes}
+        return Specimen(self.model, (ids,), {"attention_mask": mask}, sizes)
+
+    def shortened(self, part: int) -> Specimen:
+        """A `padded` specimen with an example of its first tokens only: a half, a third or another part."""
+        (ids,), mask = self.args, self.kwargs["attention_mask"]
+        length = max(ids.shape[1] // part, 2)
+        return replace(self, args=(ids[:, :length],), kwargs={"attention_mask": mask[:, :length]})
 
 
 def names() -> list[str]:
