@@ -48,6 +48,17 @@ def near_names(name: object, known: Iterable[str], most: int = 3) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
+def some_of(names: Iterable[str], most: int = 3) -> str:
+    """The first names as text, and the number of the others.
+
+    >>> some_of(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    first = [*map(str, names)]
+    more = f" and {len(first) - most} more" if len(first) > most else ""
+    return ", ".join(first[:most]) + more
+
+
 class IntarsiaError(Exception):
     """The base class of the errors of this package."""
 

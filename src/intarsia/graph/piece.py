@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +14,7 @@ from torch import fx
 from intarsia.errors import PartitionError, near_names
 from intarsia.graph.border import Border, borders
 from intarsia.graph.line import Line
-from intarsia.graph.nodes import modules
+from intarsia.graph.nodes import made_from, modules
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment, readers_of
 from intarsia.graph.sizes import constant_value
@@ -138,7 +138,7 @@ def places_of(line: Line, plan: Plan) -> list[int]:
     between two segments, the one where the fewest bytes cross is returned.
     """
     placed = [(node, i) for i, segment in enumerate(plan.segments) for node in segment.nodes]
-    number = {name: i for node, i in placed for name in _names_before(node)}
+    number = {source.name: i for node, i in placed for source in made_from(node)}
     number |= {node.name: i for node, i in placed}
     known = [
         (i, number[n.name]) for i, n in enumerate(line.nodes) if n.name in number and n not in line.recomputed
@@ -154,15 +154,6 @@ def places_of(line: Line, plan: Plan) -> list[int]:
         places.append(min(reversed(between), key=line.crossing_bytes.__getitem__))
     line.check(places)
     return places
-
-
-def _names_before(node: fx.Node) -> Iterator[str]:
-    """The names of the nodes that a node was made from, as torch records them."""
-    sources = [*node.meta.get("from_node", ())]
-    while sources:
-        source = sources.pop()
-        yield source.name
-        sources += source.from_node
 
 
 def relayed(

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from intarsia.errors import PartitionError, UnknownNameError, near_names
-from intarsia.graph.nodes import compute_nodes, is_view_op, modules, op_name
+from intarsia.graph.nodes import compute_nodes, is_view_op, made_from, modules, op_name
 from intarsia.graph.sizes import size_hint
 from intarsia.lower.lowered import replaced_by
 from intarsia.partition.options import PartitionOptions
@@ -72,13 +72,7 @@ def op_names(node: fx.Node) -> list[str]:
 
 def _origins(node: fx.Node) -> list[str]:
     """The operators that a node was decomposed or exported from."""
-    names: dict[str, None] = {}
-    waiting = list(node.meta.get("from_node", ()))
-    while waiting:
-        source = waiting.pop()
-        waiting += source.from_node
-        if source.target.count(".") == 2:
-            names[source.target] = None
+    names = {source.target: None for source in made_from(node) if source.target.count(".") == 2}
     if node.meta.get("original_aten") is not None:
         names[str(node.meta["original_aten"])] = None
     return list(dict.fromkeys([*names, *replaced_by(node)]))

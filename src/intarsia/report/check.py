@@ -19,7 +19,7 @@ from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.protect import keeps_random_state
 from intarsia.compare import disagreement, relative_error
 from intarsia.convert import registry
-from intarsia.errors import InputError, IntarsiaError, error_text, first_line
+from intarsia.errors import InputError, IntarsiaError, error_text, first_line, some_of
 from intarsia.logs import counted, working
 from intarsia.lower.lowered import Lowered, example_inputs
 from intarsia.lower.model import lower_model
@@ -173,8 +173,7 @@ class _Check:
         model = self.judge.model.state_dict()
         pairs = [(name, weight, model[name]) for name, weight in candidate.items() if name in model]
         names = [name for name, a, b in pairs if a.shape != b.shape or not torch.equal(a, b.to(a))]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return [f"it was compiled with other weights: {', '.join(names[:3])}{more}"] if names else []
+        return [f"it was compiled with other weights: {some_of(names)}"] if names else []
 
     @cached_property
     def lowered(self) -> tuple[Lowered | None, str]:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from intarsia.errors import some_of
 from intarsia.plain_tensors import plain_tensors
 from intarsia.runtime.settings import Attributes, Settings, Table, attributes_of
 
@@ -73,13 +74,8 @@ class Change:
 
     @property
     def what(self) -> str:
-        """The first names, as text.
-
-        >>> Change(Kind.WRITTEN, ("a", "b", "c", "d")).what
-        'a, b, c and 1 more'
-        """
-        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
-        return ", ".join(self.names[:3]) + more
+        """The first names, as text."""
+        return some_of(self.names)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from intarsia.archive.tensors import DTYPES
-from intarsia.errors import InputError, near_names
+from intarsia.errors import InputError, near_names, some_of
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.stage import Stage
 
@@ -88,9 +88,6 @@ def _entries(file: Path) -> dict[str, StoredTensor]:
         if dtype not in DTYPES:
             raise InputError(f"{name} in {file} has the dtype {dtype}, which is none of {', '.join(DTYPES)}")
     return {name: StoredTensor(file, name, DTYPES[dtype], shape) for name, (dtype, shape) in forms.items()}
-
-
-_SHOWN = 5  # names in an error
 
 
 @dataclass(frozen=True)
@@ -235,7 +232,7 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
             _take_value(slot, values)
     extra = [name for name in shards if name not in expected] if weights.strict else []
     problems = [
-        f"{label} {_some(names)}"
+        f"{label} {some_of(names, most=5)}"
         for label, names in (("lacks", missing), ("also has", extra), ("does not fit:", wrong))
         if names
     ]
@@ -274,11 +271,6 @@ def _take_value(slot: _Slot, values: Mapping[str, Tensor]) -> None:
 def _fits(slot: _Slot, stored: StoredTensor) -> bool:
     kinds = [(d.is_floating_point, d.is_complex) for d in (slot.tensor.dtype, stored.dtype)]
     return tuple(slot.tensor.shape) == stored.shape and kinds[0] == kinds[1]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _form(tensor: Tensor) -> str:
