@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def compare(
     with torch.no_grad():
         expected = model(*specimen.args, **specimen.kwargs)
         for name, peer in peers.items():
-            call = _call(peer, specimen)
+            call = partial(peer, *specimen.args, **specimen.kwargs)
             try:
                 with working(f"running {name}"):
                     errors[name] = relative_error(call(), expected)
@@ -122,7 +123,3 @@ def _engine_choices(chosen: list[str] | None) -> list[tuple[str, list[str] | Non
         return [("PyTorch alone", None)]
     alone: list[tuple[str, list[str] | None]] = [(f"{name} alone", [name]) for name in usable]
     return [*alone, ("measured", chosen)]
-
-
-def _call(peer: Callable[..., Any], specimen: Specimen) -> Callable[[], Any]:
-    return lambda: peer(*specimen.args, **specimen.kwargs)
