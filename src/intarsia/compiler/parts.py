@@ -19,13 +19,12 @@ from intarsia.capture.protect import kept_random_state, shared_copy, undisturbed
 from intarsia.capture.run_effects import attributes_of, changing_modules
 from intarsia.capture.watch import Ended, watch_calls
 from intarsia.compare import disagreement
-from intarsia.errors import CaptureError, IntarsiaError, PartitionError, first_line
+from intarsia.errors import CaptureError, IntarsiaError, PartitionError, first_line, near_names
 from intarsia.partition.names import (
     DispatchedOps,
     check_engine_names,
     check_op_names,
     module_matcher,
-    near_names,
 )
 from intarsia.partition.options import ModuleName, PartitionOptions
 from intarsia.runtime.compiled import Compiled

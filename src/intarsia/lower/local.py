@@ -138,7 +138,7 @@ def _is_expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
                 copy.meta = {**node.meta, "val": inner.meta.get("val"), "from_node": [source]}
                 note_replaced(copy, [target])
                 copies[inner] = copy
-    (returned,) = next(iter(reversed(traced.graph.nodes))).args
+    (returned,) = traced.graph.output_node().args
     if isinstance(returned, fx.Node):
         node.replace_all_uses_with(copies[returned])
     else:

@@ -163,7 +163,7 @@ class InPyTorch:
     @cached_property
     def _ownership(self) -> Ownership:
         module = self._origin.module
-        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+        returned: Any = module.graph.output_node().args[0]
         return Ownership(constants_of(module), [], [False] * len(returned))
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:

@@ -133,7 +133,7 @@ def _from_engines(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[
         if isinstance(program, WithFallback) and program.fresh
         for node in piece.outputs
     }
-    returned: Any = next(iter(reversed(lowered.module.graph.nodes))).args[0]
+    returned: Any = lowered.module.graph.output_node().args[0]
     # A value that is returned twice is fresh only the first time.
     return [
         not isinstance(item, fx.Node) or (item in computed and item not in returned[:place])
