@@ -143,10 +143,10 @@ class Plan(Pictured):
     def _verify_crossings(self, edges: list[Border]) -> None:
         for number, border in enumerate(edges):
             for value in (*border.inputs, *border.outputs):
-                held = value.meta.get("val")
-                if held is None or isinstance(held, torch.Tensor):
+                meta = value.meta.get("val")
+                if meta is None or isinstance(meta, torch.Tensor):
                     continue
-                if isinstance(held, (list, tuple)):
+                if isinstance(meta, (list, tuple)):
                     raise PartitionError(
                         f"{whereabouts(value)} is a list and crosses the border of segment {number}"
                     )
