@@ -27,7 +27,7 @@ TORCH_LOG = LOG.getChild("torch")
 
 
 def log_refusals(refusals: Mapping[fx.Node, Mapping[str, str]]) -> None:
-    """Each node that an engine does not take, with the reason."""
+    """Log each node that an engine refuses, with the reason."""
     if LOG.isEnabledFor(logging.DEBUG):
         for node, reasons in refusals.items():
             for engine, reason in reasons.items():
@@ -35,9 +35,9 @@ def log_refusals(refusals: Mapping[fx.Node, Mapping[str, str]]) -> None:
 
 
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Log a method's time under a name, and show on a terminal what happens and how long it may take.
+    """Log a method's time under a name, and show on a terminal what runs and how long it may take.
 
-    The time is taken to grow with `size` of the method's object.
+    The time is assumed to grow with `size` of the method's object.
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
@@ -57,7 +57,7 @@ def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-# Seconds for a module of BERT-base on 2 cores; the first compile on a machine replaces them.
+# Seconds for one module of BERT-base on 2 cores, until a first compile on this machine replaces them.
 _FIRST_GUESS = {
     "running the model": 0.01,
     "exporting and lowering": 0.02,
@@ -69,18 +69,18 @@ _FIRST_GUESS = {
 
 
 def _seconds_each(latest: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The seconds that each stage took for a unit of size, at the last compile on this machine."""
+    """The seconds of each stage for one unit of size, in the last compile on this machine."""
     from intarsia.cache.store import JsonStore, cache_directory
 
     store = JsonStore(cache_directory() / "stages.json")
     if latest is not None:
         store.update(latest)
         return {}
-    known = {name: value for name, value in store.read().items() if isinstance(value, float)}
-    return _FIRST_GUESS | known
+    stored = {name: value for name, value in store.read().items() if isinstance(value, float)}
+    return _FIRST_GUESS | stored
 
 
-_lines: list[Progress] = []  # the innermost last; only that one is on the terminal
+_lines: list[Progress] = []  # the innermost is last, and the only one on the terminal
 
 
 def _is_watched() -> bool:
@@ -89,9 +89,9 @@ def _is_watched() -> bool:
 
 @contextmanager
 def working(name: str, seconds: float | None = None) -> Iterator[None]:
-    """Show on a terminal what happens, for how long, and how long it may still take.
+    """Show on a terminal what runs, for how long, and how long it may still take.
 
-    Work inside work takes the line over. Elsewhere than on a terminal nothing is written.
+    Nested work replaces the line. Without a terminal, nothing is written.
     """
     if not _is_watched():
         yield
@@ -111,7 +111,7 @@ def working(name: str, seconds: float | None = None) -> Iterator[None]:
 
 
 def tell(text: str, left_s: float | None = None) -> None:
-    """Say on the line, where there is one, what happens now and how long it may still take."""
+    """Show what runs now on the line, if there is one, and how long it may still take."""
     if _lines and _is_watched():
         (task,) = _lines[-1].tasks
         expected = None if left_s is None else (task.elapsed or 0.0) + left_s
@@ -119,7 +119,7 @@ def tell(text: str, left_s: float | None = None) -> None:
 
 
 def tell_share(done: int, total: int) -> None:
-    """Say on the line, where there is one, how much is done; the time left follows."""
+    """Show the share of the work that is done on the line, if there is one; the time left is estimated."""
     if _lines and _is_watched() and done:
         (task,) = _lines[-1].tasks
         expected = (task.elapsed or 0.0) * total / done
@@ -144,7 +144,7 @@ def _line(name: str, seconds: float | None) -> Progress:
     from rich.text import Text
 
     class Line(ProgressColumn):
-        """The times first: what a narrow terminal cuts off is the end."""
+        """The times come first, since a narrow terminal cuts off the end."""
 
         def render(self, task: Task) -> Text:
             elapsed, expected = task.elapsed or 0.0, task.fields["expected"]
@@ -153,7 +153,7 @@ def _line(name: str, seconds: float | None) -> Progress:
             line = f"intarsia ({times}): {task.description}{task.fields['count']}"
             return Text(line, no_wrap=True, overflow="ellipsis")
 
-    # What the model prints meanwhile stands above the line; from a pipe it must not be taken.
+    # Output of the model goes above the line, unless it goes into a pipe.
     shares = sys.stdout is not None and sys.stdout.isatty()
     console = Console(stderr=True)
     line = Progress(SpinnerColumn(), Line(), console=console, transient=True, redirect_stdout=shares)
@@ -167,25 +167,25 @@ def _is_torch(name: str) -> bool:
 
 @contextmanager
 def torch_logs_kept() -> Iterator[None]:
-    """What torch logs meanwhile goes to `intarsia.torch` at DEBUG, unless TORCH_LOGS asks for it.
+    """In the `with` block, torch's logs go to `intarsia.torch` at DEBUG, unless TORCH_LOGS is set.
 
-    An export that fails logs a traceback of some forty lines; the error that is raised says the same.
+    An export that fails logs a traceback of about forty lines, and the error that is raised says the same.
     """
     if os.environ.get("TORCH_LOGS"):
         yield
         return
 
-    def kept(record: logging.LogRecord) -> bool:
+    def redirect(record: logging.LogRecord) -> bool:
         TORCH_LOG.debug("%s: %s", record.name, record.getMessage())
         return False
 
-    # torch gives handlers to many of its loggers, not to the root of them alone.
+    # torch adds handlers to many of its loggers, not only to their root.
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if _is_torch(name)]
     changed = list({id(handler): handler for logger in loggers for handler in logger.handlers}.values())
     for handler in changed:
-        handler.addFilter(kept)
+        handler.addFilter(redirect)
     try:
         yield
     finally:
         for handler in changed:
-            handler.removeFilter(kept)
+            handler.removeFilter(redirect)

@@ -1,4 +1,4 @@
-"""Memory that was freed, and that the C library keeps."""
+"""Freed memory that the C library keeps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 
 def release_freed() -> None:
-    """Give freed memory back to the system, where the C library has a function for that (glibc).
+    """Return freed memory to the system, if the C library has a function for it (glibc).
 
-    glibc gives blocks back one by one while they are larger than any it has seen freed. Of what a compile
-    frees it kept 80 MB after a decoder of 70 MB in 4 bits.
+    glibc returns a block at once only if it is larger than every block freed before. After compiling a
+    decoder of 70 MB in 4 bits, it kept 80 MB.
     """
     if sys.platform != "linux":
         return

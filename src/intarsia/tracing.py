@@ -99,7 +99,7 @@ def segment_name(number: int, engine: str) -> str:
 
 
 def _number(span: Span) -> float:
-    """The place of a segment in its plan; NaN, which is next to nothing, for other spans."""
+    """The place of a segment in its plan; NaN for other spans."""
     number = span.name.removeprefix(_PREFIX).partition("::")[0]
     return int(number) if number.isdecimal() else math.nan
 
@@ -140,19 +140,19 @@ def profile(module: nn.Module | None = None) -> Iterator[Profile]:
 
 
 def is_traced() -> bool:
-    """Whether anybody wants to know what runs: a `profile`, or torch's profiler."""
+    """Whether a `profile` or torch's profiler records what runs."""
     # torch sets this private flag while a profiler runs (2.6 to 2.13); without it labels are left out.
     return bool(_recording) or getattr(torch_profiler, "_is_profiler_enabled", False)
 
 
 def traced(name: str, track: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function under a name, for those who want to know."""
+    """Call a function under a name that profilers record."""
     if not is_traced():
         return function(*args, **kwargs)
     start = time.perf_counter()
     with torch_profiler.record_function(name):
         result = function(*args, **kwargs)
     end = time.perf_counter()
-    for recorded in dict.fromkeys(_recording):  # once, also where its module is called by two threads
+    for recorded in dict.fromkeys(_recording):  # once, even if two threads call its module
         recorded.spans.append(Span(name, track or threading.current_thread().name, start, end))
     return result
