@@ -39,12 +39,12 @@ def error_text(error: BaseException) -> str:
 
 
 def near_names(name: object, known: Iterable[str], most: int = 3) -> str:
-    """A hint at the end of a message: the known names that are spelled like this one; empty if none is.
+    """The end of a message: the known names that are spelled much like this one; empty if there are none.
 
     >>> near_names("brt", ["bert", "vit"])
     "; did you mean 'bert'?"
     """
-    near = get_close_matches(str(name), sorted(set(known)), n=most, cutoff=0.5)
+    near = get_close_matches(str(name), sorted(set(known)), n=most)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
@@ -141,7 +141,7 @@ class PipelineError(IntarsiaError):
 
 
 def check_option_names(names: Iterable[str], known: Iterable[str], function: str) -> None:
-    """Raise OptionError, with a near name, for a keyword that the function does not have.
+    """Raise OptionError, with near names, for a keyword that the function does not have.
 
     >>> check_option_names(["sed"], ["seed", "mesh"], "distributed")
     Traceback (most recent call last):

@@ -33,7 +33,8 @@ _MOST_SUSPECTS = 12
 class Example:
     """A call, the graph's inputs for it, and the model's answer; None if the model draws random numbers.
 
-    `case` has the graph's own answer, once it was computed.
+    `case` has the graph's own answer, once it has been asked for: of calls larger than the user's, only if
+    the compiled module answers unlike the model.
     """
 
     call: Call
@@ -110,6 +111,11 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
     lowered, answered = graph.lowered, list[Example]()
     for example in graph.examples:
         assert example.truth is not None
+        # At the ends of its ranges a run takes 16 times what one of the example does: three of them were half
+        # of the CPU time that DistilBERT was compiled for.
+        if example.elements > graph.examples[0].elements:
+            answered.append(example)
+            continue
         try:
             case = _case(judge, lowered, example.call)
         except Exception as error:
@@ -200,17 +206,20 @@ def whole_fault(
     With a `tolerance`, they may differ by as much, if rounding alone differs less.
     """
     for example in examples:
-        if example.truth is None or example.case is None:
+        if example.truth is None:
             continue
-        # Errors of the model against float64 excuse a difference only if the graph agrees with the model.
-        fault = judge.fault(lowered, example.truth, example.case.expected, example.case.rounding(0.0))
-        if fault is not None:
-            return f"is of a graph that differs from the model: {fault}"
         try:
             answer = judge.answer(example.call, compiled)
         except Exception as error:
             return f"fails where the model does not: {type(error).__name__}: {error}"
-        rounding = example.case.rounding(coarsest).of(example.truth.in_graph_order(lowered))
+        if judge.fault(lowered, example.truth, answer, None) is None:
+            continue
+        # Errors of the model against float64 excuse a difference only if the graph agrees with the model.
+        case = example.case or _case(judge, lowered, example.call)
+        fault = judge.fault(lowered, example.truth, case.expected, case.rounding(0.0))
+        if fault is not None:
+            return f"is of a graph that differs from the model: {fault}"
+        rounding = case.rounding(coarsest).of(example.truth.in_graph_order(lowered))
         fault = judge.fault(lowered, example.truth, answer, rounding, tolerance, example.rows)
         if fault is not None:
             return f"differs from the model: {fault}"

@@ -84,7 +84,7 @@ class Judge:
         lowered: Lowered,
         truth: Answer,
         other: Answer | Sequence[Any],
-        rounding: Rounding,
+        rounding: Rounding | None,
         tolerance: float | None = None,
         rows: int = 1,
     ) -> str | None:

@@ -172,7 +172,7 @@ def _entries_of(pattern: Pattern) -> list[Entry]:
     if pattern in registered:
         return [registered[pattern]]
     names = [*FUSIONS, *registered]
-    hint = near_names(pattern, names) or f"; there are {', '.join(sorted(names))}"
+    hint = near_names(pattern, names) or f"; the patterns are {', '.join(sorted(names))}"
     raise RewriteError(f"there is no pattern {pattern!r}{hint}")
 
 
