@@ -58,11 +58,8 @@ def attempt(
     try:
         result = pattern.perform(Layer(node), match)
         if not result:
-            return (
-                result
-                if isinstance(result, Refusal)
-                else Refusal("match_and_rewrite() returned a false value")
-            )
+            refusal = Refusal("match_and_rewrite() returned a false value")
+            return result if isinstance(result, Refusal) else refusal
         change = _finish(net, edits, pattern.keep_types)
         done = keep and isinstance(change, Change)
         return change
