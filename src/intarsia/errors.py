@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn the user at the innermost line of a call that is not this package's."""
+    """Warn the user at the innermost line of the call stack that is not in this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1

@@ -54,10 +54,10 @@ def _compressed(settings: Settings) -> Scheme:
     def scheme(name: str) -> Replacement | None:
         if any(_matches(name, target) for target in ignored):
             return None
-        found = [target for target in replacements if _matches(name, target)]
+        matching = [target for target in replacements if _matches(name, target)]
         # A name, or a pattern of names, comes before the class of the layer.
-        found.sort(key=lambda target: (target == "Linear", target.startswith("re:")))
-        return replacements[found[0]] if found else None
+        matching.sort(key=lambda target: (target == "Linear", target.startswith("re:")))
+        return replacements[matching[0]] if matching else None
 
     return scheme
 

@@ -143,11 +143,11 @@ def _each_part(
     order = sorted(recording.calls, key=lambda path: -_elements(modules[path]))
     parts: dict[str, P] = {}
     failures: dict[str, str] = {}
-    settled: list[str] = []
+    covered: list[str] = []
     tries = 0
     for path in order:
         module = modules[path]
-        if any(path.startswith(f"{outer}.") for outer in settled) or not _elements(module):
+        if any(path.startswith(f"{outer}.") for outer in covered) or not _elements(module):
             continue
         why = _not_a_part(path, module, recording)
         if why is None and tries >= MOST_TRIES:
@@ -156,7 +156,7 @@ def _each_part(
             tries += 1
             outcome = _for_calls(path, module, recording.calls[path], function)
             if not isinstance(outcome, str):
-                settled.append(path)
+                covered.append(path)
                 if set(outcome.plan.engines) - {"pytorch"}:  # type: ignore[attr-defined]
                     parts[path] = outcome
                     continue

@@ -140,17 +140,17 @@ def places_of(line: Line, plan: Plan) -> list[int]:
     placed = [(node, i) for i, segment in enumerate(plan.segments) for node in segment.nodes]
     number = {source.name: i for node, i in placed for source in made_from(node)}
     number |= {node.name: i for node, i in placed}
-    known = [
+    placed_nodes = [
         (i, number[n.name]) for i, n in enumerate(line.nodes) if n.name in number and n not in line.recomputed
     ]
     places: list[int] = []
     for border in range(len(plan) - 1):
-        first = max((i for i, segment in known if segment <= border), default=-1) + 1
-        last = min((i for i, segment in known if segment > border), default=-1)
+        first = max((i for i, segment in placed_nodes if segment <= border), default=-1) + 1
+        last = min((i for i, segment in placed_nodes if segment > border), default=-1)
         between = [i for i in line.allowed if first <= i <= last]
         if not between:
             what = f"segments {border} and {border + 1} of the plan ({plan.strategy or 'by hand'})"
-            raise PartitionError(f"between {what} lies no place where this graph may be cut")
+            raise PartitionError(f"this graph may not be cut anywhere between {what}")
         places.append(min(reversed(between), key=line.crossing_bytes.__getitem__))
     line.check(places)
     return places
@@ -168,11 +168,11 @@ def relayed(
     returns `results`. Values in `held` are not passed.
     """
     place = {node: i for i, node in enumerate(inputs[0].graph.nodes)} if inputs else {}
-    wanted = list(results)
+    gives = list(results)
     pairs: list[tuple[list[fx.Node], list[fx.Node]]] = []
     for number in reversed(range(len(pieces))):
-        needed = {*pieces[number].inputs, *wanted} - {*pieces[number].outputs, *held}
+        needed = {*pieces[number].inputs, *gives} - {*pieces[number].outputs, *held}
         takes = sorted(needed, key=place.__getitem__) if number else list(inputs)
-        pairs.append((takes, wanted))
-        wanted = takes
+        pairs.append((takes, gives))
+        gives = takes
     return pairs[::-1]

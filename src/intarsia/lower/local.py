@@ -60,13 +60,13 @@ def settle(graph: fx.Graph, table: dict[Any, Any], needs_work: Callable[[fx.Node
     The changes before that one are correct on their own.
     """
     with torch.no_grad():
-        settled = all(
+        changed = all(
             _is_removed(node) or _is_out_of_place(node) or _is_expanded(node, table)
             for node in list(graph.nodes)
             if needs_work(node)
         )
     graph.lint()
-    return settled
+    return changed
 
 
 def _is_removed(node: fx.Node) -> bool:

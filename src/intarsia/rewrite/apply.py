@@ -97,10 +97,10 @@ def _apply_paying(
         log.add(_manager(entries).rewrite(net, limit=left, strict=strict))
         if log.exhausted:
             return log
-        wanted = [fusion for fusion in undecided if _has_match(fusion, net)]
-        if not wanted:
+        matching = [fusion for fusion in undecided if _has_match(fusion, net)]
+        if not matching:
             return log
-        for fusion in wanted:
+        for fusion in matching:
             undecided.remove(fusion)
             reason = _reason_to_skip(fusion, engine, measure, benefits)
             if reason is None:

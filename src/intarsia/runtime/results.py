@@ -65,13 +65,13 @@ class ResultPlan:
         """Write back what the model changes, and return the caller's results."""
         if self.is_single:
             return results[0]
-        settled = list(self._ownership.own(results, flat))
+        owned = list(self._ownership.own(results, flat))
         if self._layouts:
-            self._layouts.lay_out(settled, flat)
+            self._layouts.lay_out(owned, flat)
         returned: dict[int, Any] = {}
         indices = dict(self._written)
         with torch.no_grad():
-            for place, (output, result) in enumerate(zip(self._lowered.outputs, settled, strict=True)):
+            for place, (output, result) in enumerate(zip(self._lowered.outputs, owned, strict=True)):
                 if output.role is Role.BUFFER:
                     self._lowered.buffers[output.target or ""].copy_(result)
                 elif output.role is Role.INPUT:

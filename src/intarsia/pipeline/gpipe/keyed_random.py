@@ -72,6 +72,8 @@ def using_key(key: RandomKey | None) -> Iterator[None]:
 def draws_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """The number of draws of an operator call; 0, for example, for attention without dropout.
 
+    `lower.purity.draws` asks only whether it does, by any generator; GPipe imports nothing of the compiler.
+
     >>> x = torch.ones(2)
     >>> [draws_of(torch.ops.aten.dropout.default, (x, p, True), {}) for p in (0.0, 0.5)]
     [0, 1]

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from intarsia.capture.protect import kept_random_state
 from intarsia.errors import CaptureError
+from intarsia.lower.purity import bound_arguments
 from intarsia.pipeline.gpipe.effects import trial
 
 _DRAWS = {torch.rand, torch.rand_like, torch.Tensor.uniform_}
@@ -261,5 +262,4 @@ def mean_inside(stage: nn.Module) -> str | None:
 def _is_token_mean(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if getattr(operator, "overloadpacket", None) not in _MEANS:
         return False
-    arguments = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | dict(kwargs)
-    return bool(arguments.get("reduction", _MEAN) == _MEAN)
+    return bool(bound_arguments(operator, args, kwargs).get("reduction", _MEAN) == _MEAN)
