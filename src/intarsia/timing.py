@@ -50,8 +50,8 @@ def race(
     Who takes `drop` times as long as the quickest, by quickest rounds and in most rounds, leaves the race
     after two slow rounds. A long first call, to warm up, counts as one of them if it and the round take
     `drop` squared times as long. A peer that raises leaves the race, too, and is told in `failed`; without
-    such a table its error is the caller's. Who is known by `known_s` to take long has been called before, and
-    is not warmed up.
+    such a table its error is the caller's. Who is known by `known_s` to take long has been called before,
+    which was its first call.
     The race ends before its time once `is_decided` by the rounds of those that still run, three at least.
 
     >>> sorted(race({"a": lambda: None, "b": lambda: sum(range(10))}, rounds=2, warmup=1))
@@ -65,8 +65,8 @@ def race(
     dice = random.Random(0)
     for name in peers:  # ahead of the rounds, so that those show the time of a further round
         with _leaving(name, calls, seconds, failed):
-            is_known = (known_s or {}).get(name, 0.0) > _LONG_S
-            repeats[name], first_s[name] = (1, 0.0) if is_known else _repeats(calls[name], warmup)
+            known = (known_s or {}).get(name, 0.0)
+            repeats[name], first_s[name] = (1, known) if known > _LONG_S else _repeats(calls[name], warmup)
     for number in range(rounds):
         lap = _now()
         names = list(calls)
