@@ -283,9 +283,9 @@ class Checksum:
         """Add bytes."""
         view = memoryview(data).cast("B")
         if self._rest:
-            wanted = _BLOCK - len(self._rest)
-            self._rest += view[:wanted]
-            view = view[wanted:]
+            missing = _BLOCK - len(self._rest)
+            self._rest += view[:missing]
+            view = view[missing:]
             if len(self._rest) < _BLOCK:
                 return
             self._add(memoryview(self._rest))

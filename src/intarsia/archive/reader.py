@@ -19,7 +19,7 @@ from intarsia.archive.codec import Devices, Json, from_json, same_device, signat
 from intarsia.archive.container import Reader
 from intarsia.archive.engines import Unpacker, engines_from_json, packed_for
 from intarsia.archive.graphs import ReadGraph, captured_from_json, graph_from_json
-from intarsia.archive.tensors import WEIGHTS, read_tensors
+from intarsia.archive.tensors import WEIGHTS, alike, read_tensors
 from intarsia.archive.writer import FORMAT, MODEL, VERSION
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program, PyTorch
 from intarsia.errors import ArchiveError, EngineError, IntarsiaError, RefitError, error_text, first_line
@@ -216,12 +216,15 @@ class _Loader:
 
     def take(self, state: Mapping[str, torch.Tensor]) -> None:
         """Use weights that are in memory, by the model's names."""
+        taken = {}
         for name, key in self.contents["state"].items():
             stored, own = self._tensors[key], state[name].detach()
             parts = [(t.shape, t.dtype, t.stride(), t.device) for t in (stored, own)]
             if parts[0] != parts[1]:
                 raise ArchiveError(f"{name} is another weight, or laid out otherwise, or on another device")
-            self._tensors[key] = own
+            taken[key] = own
+        described = self._reader.manifest["tensors"]
+        self._tensors |= taken | alike(self._tensors | taken, described) | taken
 
     def compiled(self, model: nn.Module | None) -> Compiled:
         contents = self.contents

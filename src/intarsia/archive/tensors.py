@@ -53,6 +53,8 @@ class TensorTable:
     def __init__(self) -> None:
         self._by_place: dict[Any, str] = {}
         self._by_contents: dict[Any, str] = {}
+        self._by_bytes: dict[bytes, str] = {}
+        self._alike: dict[str, str] = {}  # tensors that are the bytes of another in other shapes or dtypes
         self._tensors: dict[str, torch.Tensor] = {}
         self._alone: dict[Any, str] = {}  # keys of tensors that a call changes, by their storages
 
@@ -82,7 +84,15 @@ class TensorTable:
         _, laid_out = _in_order(tensor)
         digest = hashlib.sha256(_bytes(laid_out)).digest()
         contents = (digest, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        return self._by_contents.setdefault(contents, self._new_key(name))
+        if contents in self._by_contents:
+            return self._by_contents[contents]
+        key = self._by_contents[contents] = self._new_key(name)
+        is_named = tensor.dtype in _NAMES and _is_plain(tensor)
+        if tensor.nbytes >= _SMALLEST and tensor.is_contiguous() and is_named:
+            whole = self._by_bytes.setdefault(digest, key)
+            if whole != key:
+                self._alike[key] = whole
+        return key
 
     def _new_key(self, name: str) -> str:
         key, count = name, 1
@@ -98,13 +108,16 @@ class TensorTable:
             described[key] = {"order": order, "device": str(tensor.device), "complex": tensor.is_complex()}
         for key, (whole, row) in self._rows.items():
             described[key]["rows"] = [whole, row, row + len(self._tensors[key])]
+        for key, whole in self._alike.items():
+            tensor = self._tensors[key]
+            described[key]["alike"] = [whole, _NAMES[tensor.dtype], list(tensor.shape)]
         return described
 
     @cached_property
     def _rows(self) -> dict[str, tuple[str, int]]:
         """The tensors that are rows of another one, computed when all have been added."""
-        changing = set(self._alone.values())
-        return _rows_of_others({key: t for key, t in self._tensors.items() if key not in changing})
+        left_out = {*self._alone.values(), *self._alike}
+        return _rows_of_others({key: t for key, t in self._tensors.items() if key not in left_out})
 
     def places(self) -> dict[str, int]:
         """The positions in the file of the tensors that are stored in row-major order."""
@@ -117,11 +130,14 @@ class TensorTable:
         starts = {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
         for key, (whole, row) in self._rows.items():
             starts[key] = starts[whole] + row * self._tensors[whole][0].nbytes
+        for key, whole in self._alike.items():
+            starts[key] = starts[whole]
         return starts
 
     def _layout(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any], bytes]:
         """The tensors as stored, the header that describes them, and its bytes."""
-        own = {key: tensor for key, tensor in self._tensors.items() if key not in self._rows}
+        elsewhere = self._rows.keys() | self._alike.keys()
+        own = {key: tensor for key, tensor in self._tensors.items() if key not in elsewhere}
         stored = [(key, _real(_in_order(tensor)[1])) for key, tensor in own.items()]
         # The format has no gaps: with the largest elements first, all tensors are aligned.
         stored.sort(key=lambda item: -item[1].element_size())
@@ -178,7 +194,7 @@ def read_tensors(
     header = json.loads(bytes(buffer[8 : 8 + length]))
     data = buffer[8 + length :]
     parts = {key: entry["rows"] for key, entry in described.items() if "rows" in entry}
-    if set(header) != set(described) - set(parts):
+    if set(header) != {key for key, entry in described.items() if not {"rows", "alike"} & entry.keys()}:
         raise ArchiveError(f"{WEIGHTS} does not hold the tensors of the manifest")
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in header.items():
@@ -191,7 +207,30 @@ def read_tensors(
         if whole in parts or not 0 <= begin < stop <= len(tensors[whole]):
             raise ArchiveError(f"{key} is not part of {whole} as the manifest says")
         tensors[key] = tensors[whole][begin:stop]
-    return tensors
+    return tensors | alike(tensors, described)
+
+
+def alike(
+    tensors: Mapping[str, torch.Tensor], described: Mapping[str, Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """The tensors that are the bytes of others, over the memory of those.
+
+    Weights in few bits stand in the model in one shape and dtype, and in another in what engines read: they
+    took two thirds of the file.
+    """
+    found = {}
+    views = {key: entry["alike"] for key, entry in described.items() if "alike" in entry}
+    for key, (whole, dtype, shape) in views.items():
+        held, wanted = tensors[whole], DTYPES[dtype]
+        if min(shape, default=0) < 0 or held.nbytes != math.prod(shape) * wanted.itemsize:
+            raise ArchiveError(f"{key} does not consist of the bytes of {whole}")
+        found[key] = _read_again(held, wanted, shape)
+    return found
+
+
+def _read_again(tensor: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    return (octets if octets.data_ptr() % dtype.itemsize == 0 else octets.clone()).view(dtype).view(shape)
 
 
 def _read(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

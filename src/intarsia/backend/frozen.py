@@ -148,7 +148,7 @@ def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
 
 def _unwrap(graph: fx.Graph) -> bool:
     """Make the graph return a single result by itself, which is faster; whether it has one."""
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     results = output.args[0]
     if not isinstance(results, list | tuple) or len(results) != 1 or not isinstance(results[0], fx.Node):
         return False
@@ -174,7 +174,7 @@ def needs_gradients(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     )
     if not torch.is_grad_enabled() and not switched_on:
         return False
-    output = next(iter(reversed(module.graph.nodes)))
+    output = module.graph.output_node()
     results = [*output.all_input_nodes, *(node for node in module.graph.nodes if _writes(node))]
     values = [node.meta.get("example_value") for node in results]
     return any(value is None or getattr(value, "requires_grad", False) for value in values)

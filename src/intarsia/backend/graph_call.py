@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch import fx
 
 from intarsia.backend.dynamo_graph import DynamoInput, Kind, apart_from_dynamo
 from intarsia.backend.frozen import Autocast, Program, example_of, freeze, program_of, without_autocast
-from intarsia.backend.options import without_name
 from intarsia.backend.reports import GraphReport, joined, update
 from intarsia.compiler.entry import compile_whole
 from intarsia.errors import (
@@ -29,6 +29,7 @@ from intarsia.errors import (
     StaleWeightsError,
     UnknownNameError,
     first_line,
+    some_of,
 )
 from intarsia.graph.segment import PYTORCH
 from intarsia.options import CompileOptions
@@ -137,7 +138,7 @@ class GraphCall:
                 self._changes[i] = self._changes.get(i, 0) + 1
             often = {i for i, times in self._changes.items() if times >= _CHANGES}
             if often - self._live:
-                names = ", ".join(self._kinds[i].source for i in sorted(often - self._live)[:3])
+                names = some_of([self._kinds[i].source for i in sorted(often - self._live)])
                 self._note(f"{names} changed {_CHANGES} times: no longer constants of the program")
                 self._live |= often
                 self._programs, self._last = (), None
@@ -151,7 +152,7 @@ class GraphCall:
             try:
                 return self._compile(args)
             except UnknownNameError as error:
-                options = without_name(self._options, error)
+                options = _without_name(self._options, error)
                 if options is None:
                     raise
                 self._options = options
@@ -161,7 +162,7 @@ class GraphCall:
         uncounted = {i for i in self._weights if args[i].is_inference()} - self._live
         if uncounted:
             self._live |= uncounted
-            names = ", ".join(self._kinds[i].source for i in sorted(uncounted)[:3])
+            names = some_of([self._kinds[i].source for i in sorted(uncounted)])
             self._note(
                 f"{names}: created in inference mode, where torch does not count changes, so not a constant"
             )
@@ -209,3 +210,12 @@ class GraphCall:
 def _recompile_limit() -> int:
     """The number of times that Dynamo compiles one piece of code."""
     return int(getattr(torch._dynamo.config, "recompile_limit", 8))
+
+
+def _without_name(options: CompileOptions, error: UnknownNameError) -> CompileOptions | None:
+    """The options without a name that one graph does not have; None if it cannot be removed."""
+    names = getattr(options.limits, error.option)
+    if isinstance(names, str) or not isinstance(names, Sequence) or error.name not in names:
+        return None
+    others: Any = [name for name in names if name is not error.name and name != error.name]
+    return replace(options, limits=replace(options.limits, **{error.option: others}))

@@ -172,7 +172,7 @@ class Builder:
             return tried
         if not engine.is_exact:
             self.errors[compute_nodes(module.graph)[0].name] = tried.error
-        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+        returned: Any = module.graph.output_node().args[0]
         types = types_of([node.meta.get("val") for node in returned])
         # Guards get PyTorch as a fallback only now: on the examples, a refusal is a failure.
         strict = self.settings.options.require_full_compilation

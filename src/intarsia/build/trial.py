@@ -159,7 +159,7 @@ class Cases:
     """
 
     def __init__(self, module: fx.GraphModule, whole: Sequence[Case | None] = ()) -> None:
-        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+        returned: Any = module.graph.output_node().args[0]
         results = returned if isinstance(returned, list | tuple) else (returned,)
         self._returned = tuple(getattr(node, "name", None) for node in results)
         self._count = len(compute_nodes(module.graph))

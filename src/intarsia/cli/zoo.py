@@ -1,7 +1,7 @@
 """Real architectures with random weights, by name.
 
-Hugging Face configurations, nothing downloaded. `small` keeps every operator of an architecture in a
-fraction of its size; `full` is the size people know it by.
+The configurations are Hugging Face's; nothing is downloaded. By default, models are small, with every
+operator of the architecture. With `full`, they have the published size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from intarsia.errors import InputError
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model in evaluation mode, or an exported program, and a call to it."""
+    """A model in evaluation mode, or an exported program, and an example call."""
 
     model: Any
     args: tuple[Any, ...] = ()
@@ -31,18 +31,18 @@ class Specimen:
 
     @property
     def module(self) -> nn.Module:
-        """The model as something to call."""
+        """The model as a module; for an exported program, its module."""
         model: nn.Module = self.model.module() if isinstance(self.model, ExportedProgram) else self.model
         return model
 
     def compile(self, **options: Any) -> Any:
-        """The model, compiled for the call."""
+        """The model, compiled for the example call."""
         from intarsia.compiler import compile
 
         return compile(self.model, self.args, self.kwargs, dynamic_shapes=self.dynamic_shapes, **options)
 
     def repeated(self, times: int) -> Specimen:
-        """The model with its example so many times in a batch.
+        """The model with a batch of `times` copies of its example.
 
         >>> specimen("resnet50").repeated(3).args[0].shape
         torch.Size([3, 3, 64, 64])
@@ -57,8 +57,8 @@ class Specimen:
         return replace(self, args=args, kwargs=kwargs) if times > 1 else self
 
     def padded(self, rows: int, *, varying: bool = False) -> Specimen:
-        """The model with a batch of so many rows and a mask: a quarter of one row is padding, or every row is
-        shorter than the one before. If they are `varying`, batch and length may be up to 4 times as large.
+        """The model with a batch of `rows` and a mask. Every row has more padding than the one before; a
+        single row has a quarter. With `varying`, batch and length are dynamic, up to 4 times as large.
 
         >>> specimen("bert").padded(2).kwargs["attention_mask"].sum(1).tolist()
         [16, 10]
@@ -66,7 +66,7 @@ class Specimen:
         ids = self.args[0] if self.args else self.kwargs.get("input_ids")
         takes = inspect.signature(self.module.forward).parameters
         if "attention_mask" not in takes or not isinstance(ids, torch.Tensor) or ids.is_floating_point():
-            raise InputError(f"{type(self.model).__name__} takes no tokens with an attention_mask")
+            raise InputError(f"{type(self.model).__name__} does not take tokens with an attention_mask")
         length = ids.shape[1]
         lengths = length - torch.arange(rows) * (3 * length // 4) // max(rows, 2)
         lengths = lengths if rows > 1 else lengths - length // 4
@@ -86,7 +86,7 @@ class Specimen:
 
 
 def names() -> list[str]:
-    """The architectures, in the order they are listed in."""
+    """The names of the architectures, in order."""
     return list(_MAKERS)
 
 
@@ -97,8 +97,8 @@ def specimen(name: str, *, full: bool = False) -> Specimen:
     torch.Size([2, 16])
     """
     if name not in _MAKERS:
-        raise InputError(f"there is no architecture {name!r}; known are {', '.join(_MAKERS)}")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded, and nothing is asked for
+        raise InputError(f"there is no architecture {name!r}; the architectures are {', '.join(_MAKERS)}")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations need no download
     try:
         import transformers
     except ImportError as error:
@@ -329,7 +329,7 @@ def _detr(hf: Any, full: bool) -> Specimen:
 
 
 def _lively_statistics(model: nn.Module) -> None:
-    """Running statistics as a trained model has them; fresh ones would let a wrong norm pass unseen."""
+    """Set running statistics like those of a trained model: initial ones would hide a wrong batch norm."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
             assert module.running_var is not None

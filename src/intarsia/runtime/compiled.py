@@ -42,11 +42,11 @@ GLOBAL_HOOKS = tuple(
 _TRANSFORMED: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 
 NOT_TRANSFORMED = (
-    "it runs on engines, which torch.func (vmap, grad, jvp, jacrev) cannot look into; transform the model it"
-    " was made from, or compile a module that calls the transformation"
+    "it runs on engines, which torch.func (vmap, grad, jvp, jacrev) cannot transform; transform the original"
+    " model, or compile a module that calls the transformation"
 )
 NOT_SHARED = "engines have their own memory; save the module, and load the file in every process"
-NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the model it was made from"
+NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the original model"
 
 
 @dataclass(frozen=True)

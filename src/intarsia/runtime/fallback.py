@@ -125,10 +125,8 @@ class WithFallback:
                 return f"result {number} is a {type(result).__name__}, not a tensor"
             dtype, shape = expected
             if result.dtype is not dtype or (shape is not None and result.shape != shape):
-                wanted = "" if shape is None else f" {tuple(shape)}"
-                return (
-                    f"result {number} is {result.dtype} {tuple(result.shape)}; PyTorch makes {dtype}{wanted}"
-                )
+                size = "" if shape is None else f" {tuple(shape)}"
+                return f"result {number} is {result.dtype} {tuple(result.shape)}; PyTorch makes {dtype}{size}"
         return None
 
     def direct(self, shapes: Sequence[tuple[int, ...]]) -> Callable[..., torch.Tensor] | None:
@@ -163,7 +161,7 @@ class InPyTorch:
     @cached_property
     def _ownership(self) -> Ownership:
         module = self._origin.module
-        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+        returned: Any = module.graph.output_node().args[0]
         return Ownership(constants_of(module), [], [False] * len(returned))
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from intarsia.errors import some_of
 from intarsia.plain_tensors import plain_tensors
 from intarsia.runtime.settings import Attributes, Settings, Table, attributes_of
 
@@ -36,6 +37,8 @@ VERSION = attrgetter("_version")
 TURNS = 8
 _LEAST = 3  # the smallest number of weights and modules that are checked together
 _WORDS = 64  # of four bytes that are sampled of a weight, which takes 0.3 us
+# A large weight is sampled in few places: where a file is mapped, Linux maps 64 KB around each.
+_RUNS, _LARGE = 4, 1 << 18
 
 _ROOT = "the model itself"
 
@@ -71,13 +74,8 @@ class Change:
 
     @property
     def what(self) -> str:
-        """The first names, as text.
-
-        >>> Change(Kind.WRITTEN, ("a", "b", "c", "d")).what
-        'a, b, c and 1 more'
-        """
-        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
-        return ", ".join(self.names[:3]) + more
+        """The first names, as text."""
+        return some_of(self.names)
 
 
 @dataclass(frozen=True)
@@ -333,7 +331,10 @@ def _samples(part: torch.Tensor) -> list[Any]:
         return [octets]
     words = octets[: len(octets) // 4 * 4].view("u4")
     # The step is odd: one that divides the length of a row would read the same column of every row.
-    return [words[:: len(words) // _WORDS | 1]]
+    if len(octets) < _LARGE:
+        return [words[:: len(words) // _WORDS | 1]]
+    step = len(words) // _RUNS - 1 | 1
+    return [words[: _RUNS * step].reshape(_RUNS, step)[:, : _WORDS // _RUNS]]
 
 
 # Steps of optimizers: torch calls the hook after every step of every optimizer in the process.

@@ -52,7 +52,7 @@ class Inlay(nn.Module):
             for node in piece.outputs:
                 slots.setdefault(node, len(slots))
             borders.append((reads, tuple(slots[node] for node in piece.outputs)))
-        items: Any = next(iter(reversed(graph.nodes))).args[0]
+        items: Any = graph.output_node().args[0]
         self._single = not isinstance(items, list | tuple)
         flat = [items] if self._single else list(items)
         # Each result: a slot, or None with a plain value.

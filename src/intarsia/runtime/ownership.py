@@ -72,7 +72,8 @@ class Ownership:
         for name, target in written:
             if not self._constants.isdisjoint(storages_of(target)):
                 raise InputError(
-                    f"input {name} is written to by the model and lies in one of its weights; pass a copy"
+                    f"input {name} is written to by the model and shares memory with one of its weights;"
+                    " pass a copy"
                 )
             for other, value in everything:
                 if value is not target or other != name:

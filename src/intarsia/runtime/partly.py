@@ -36,7 +36,7 @@ class PartsPlan:
 
     def __str__(self) -> str:
         plans = [f"{path}: {plan}" for path, plan in self.parts.items()]
-        what = f"{len(self.parts)} of its modules are compiled" if self.parts else "nothing of it is compiled"
+        what = f"{len(self.parts)} of its modules are compiled" if self.parts else "no part of it is compiled"
         return "\n".join([f"Not captured as a whole, {what}; the rest runs as it is. {self.reason}", *plans])
 
 

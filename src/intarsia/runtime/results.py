@@ -65,13 +65,13 @@ class ResultPlan:
         """Write back what the model changes, and return the caller's results."""
         if self.is_single:
             return results[0]
-        settled = list(self._ownership.own(results, flat))
+        owned = list(self._ownership.own(results, flat))
         if self._layouts:
-            self._layouts.lay_out(settled, flat)
+            self._layouts.lay_out(owned, flat)
         returned: dict[int, Any] = {}
         indices = dict(self._written)
         with torch.no_grad():
-            for place, (output, result) in enumerate(zip(self._lowered.outputs, settled, strict=True)):
+            for place, (output, result) in enumerate(zip(self._lowered.outputs, owned, strict=True)):
                 if output.role is Role.BUFFER:
                     self._lowered.buffers[output.target or ""].copy_(result)
                 elif output.role is Role.INPUT:
@@ -133,7 +133,7 @@ def _from_engines(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[
         if isinstance(program, WithFallback) and program.fresh
         for node in piece.outputs
     }
-    returned: Any = next(iter(reversed(lowered.module.graph.nodes))).args[0]
+    returned: Any = lowered.module.graph.output_node().args[0]
     # A value that is returned twice is fresh only the first time.
     return [
         not isinstance(item, fx.Node) or (item in computed and item not in returned[:place])

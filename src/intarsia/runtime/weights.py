@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from intarsia.errors import StaleWeightsError
+from intarsia.memory import release_freed, release_mapped
 from intarsia.plain_tensors import plain_tensors
 from intarsia.runtime.freshness import Change, Freshness, Kind, Weight, weights_of
 from intarsia.runtime.ownership import storages_of
@@ -98,6 +99,13 @@ def _unregistered(
         for tensor in tensors
         if not tensor.is_meta and storages_of(tensor) and registered.isdisjoint(storages_of(tensor))
     ]
+
+
+def release_memory(model: nn.Module | None) -> None:
+    """Give back freed memory, and that of a model's weights which lie in a file."""
+    release_freed()
+    if model is not None:
+        release_mapped(part for weight in weights_of(model) for part in plain_tensors(weight.tensor))
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

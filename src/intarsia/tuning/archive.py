@@ -98,25 +98,25 @@ def load(path: str | os.PathLike[str], target: Any) -> Tuned:
     Each program runs on a stored call and must answer as its module. If the file, the weights or an answer
     does not fit, ArchiveError is raised and nothing is changed.
     """
-    held = held_modules(target)
+    own_modules = held_modules(target)
     placed: dict[str, PlacedForward] = {}
     complaint = f"{os.fspath(path)} cannot be loaded"
     with complaining(complaint), open_bundle(path, _FORMAT, _VERSION) as bundle:
         modules, generating = _modules(bundle.manifest), bundle.manifest["generating"]
         for where in (*modules, *generating):
-            if where not in held:
+            if where not in own_modules:
                 raise ArchiveError(f"it tunes {where}, which this {type(target).__name__} does not have")
-            check_weights(where, held[where], bundle.manifest["weights"][where])
-            if held[where].training:
+            check_weights(where, own_modules[where], bundle.manifest["weights"][where])
+            if own_modules[where].training:
                 raise ArchiveError(f"{where} is in training mode; call eval() on it first")
         for where, description in generating.items():
             from intarsia.generation.archive import forward_from_json
 
-            placed[where], _ = forward_from_json(where, held[where], description, bundle)
+            placed[where], _ = forward_from_json(where, own_modules[where], description, bundle)
         for where, entries in modules.items():
-            pairs = [_program(where, held[where], entry, bundle) for entry in entries]
+            pairs = [_program(where, own_modules[where], entry, bundle) for entry in entries]
             programs, calls = [program for program, _ in pairs], [call for _, call in pairs]
-            placed[where] = PlacedForward(where, held[where], programs, calls)
+            placed[where] = PlacedForward(where, own_modules[where], programs, calls)
     for one in placed.values():
         one.put()
     unseen = [where for where in modules if None in placed[where].examples.values()]

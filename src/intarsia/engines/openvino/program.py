@@ -66,36 +66,44 @@ def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | 
                 return None
             data.set("offset", str(places[str(layer.get("name"))]))
         tree.write(described)
-        read = core().read_model(described, file.path)
-        compiled = compile_model(read, {**config, **_WITHOUT_WEIGHTS})
-        blob = bytes(compiled.export_model().getvalue())
+        blob, expected = _exported(described, config, file.path)
         try:
             again, _kept = imported(memoryview(bytearray(blob)), config, file.path)
-            return blob if _answer_alike(compiled, again) else None
+            return blob if _are_alike(_answer(again), expected) else None
         except Exception:  # what OpenVINO refuses of its own is not worth a file's space
             return None
+
+
+def _exported(described: Path, config: Mapping[str, Any], path: str) -> tuple[bytes, list[Any]]:
+    """A model compiled, as a file without its weights, and what it answers."""
+    compiled = compile_model(core().read_model(described, path), {**config, **_WITHOUT_WEIGHTS})
+    return bytes(compiled.export_model().getvalue()), _answer(compiled)
 
 
 def _divides_integers(op: Any) -> bool:
     return op.get_type_name() in _DIVISIONS and op.get_output_element_type(0).is_integral()
 
 
-def _answer_alike(one: Any, other: Any) -> bool:
-    """Whether two compiled models give the same bits for some inputs.
+def _answer(compiled: Any) -> list[Any]:
+    """What a compiled model answers to some inputs.
 
-    Where sizes vary they are not run: OpenVINO crashes on sizes that do not fit each other, and which sizes
-    fit is not known here.
+    Where sizes vary it is not run: OpenVINO crashes on sizes that do not fit each other, and which sizes fit
+    is not known here.
     """
-    if any(port.get_partial_shape().is_dynamic for port in one.inputs):
-        return True
+    if any(port.get_partial_shape().is_dynamic for port in compiled.inputs):
+        return []
     inputs = []
-    for port in one.inputs:
+    for port in compiled.inputs:
         shape = [size.get_length() for size in port.get_partial_shape()]
         dtype, count = port.get_element_type().to_dtype(), int(np.prod(shape))
         values = np.linspace(-1, 1, count) if np.issubdtype(dtype, np.floating) else np.zeros(count)
         inputs.append(values.astype(dtype).reshape(shape))
-    answers = [model.create_infer_request().infer(inputs, share_outputs=False) for model in (one, other)]
-    pairs = zip(answers[0].values(), answers[1].values(), strict=True)
+    return list(compiled.create_infer_request().infer(inputs, share_outputs=False).values())
+
+
+def _are_alike(one: list[Any], other: list[Any]) -> bool:
+    """Whether answers have the same bits."""
+    pairs = zip(one, other, strict=True)
     return all(np.array_equal(a, b, equal_nan=np.issubdtype(a.dtype, np.floating)) for a, b in pairs)
 
 
