@@ -115,8 +115,7 @@ class Compiled(nn.Module):
     """A model whose pieces run on engines. Call it like the model.
 
     It computes what the model computes in evaluation, with the weights that the model had when it was
-    compiled. It has no gradients. `plan` says what runs where, and `notes` has further information for the
-    user.
+    compiled. It has no gradients. `plan` says what runs where, and `notes` has further information.
 
     >>> import intarsia
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),), engines="pytorch")
@@ -354,8 +353,7 @@ class Compiled(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # `half()`, `to()`, `cuda()` and similar methods call this, also those of a module that contains this
-        # one.
+        # `half()`, `to()`, `cuda()` and similar methods call this, also those of a containing module.
         refuse_conversion(fn, self._fit.state.values())
         return self
 
