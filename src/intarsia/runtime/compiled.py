@@ -115,8 +115,7 @@ class Compiled(FrozenModule):
     """A model whose pieces run on engines. Call it like the model.
 
     It computes what the model computes in evaluation, with the weights that the model had when it was
-    compiled. It has no gradients. `plan` says what runs where, and `notes` has further information for the
-    user.
+    compiled. It has no gradients. `plan` says what runs where, and `notes` has further information.
 
     >>> import intarsia
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),), engines="pytorch")

@@ -28,8 +28,7 @@ class FrozenModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # `half()`, `to()`, `cuda()` and similar methods call this, also those of a module that contains this
-        # one.
+        # `half()`, `to()`, `cuda()` and similar methods call this, also those of a containing module.
         for dtype, device in {(tensor.dtype, tensor.device) for tensor in self._weights()}:
             converted = fn(torch.empty((0,), dtype=dtype, device=device))
             if (converted.dtype, converted.device) != (dtype, device):
