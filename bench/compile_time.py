@@ -1,15 +1,19 @@
 """Capture to callable: Intarsia in the fixed order against `torch.onnx.export` plus the engine's own loading.
 
     python bench/compile_time.py [bert ...] [--all] [--rounds 3] [--small] [--measured | --only-measured]
+    python bench/compile_time.py [bert ...] [--all] [--rounds 1] [--small] --default | --varying
 
 Peers run in turn, round by round, in one process; figures are medians in seconds. `--measured` adds the
-default, which measures, with nothing known of the model and with known costs.
+default, which measures, with nothing known of the model and with known costs. `--default` and `--varying`
+compare the cold default with `torch.onnx.export` and a session, by seconds and by CPU seconds (of a machine
+that others use, only these mean something); with `--varying` batch and length vary, and rows are padded.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -102,6 +106,64 @@ def measured(name: str, full: bool, rounds: int, table: Table) -> None:
         table.add_row(name, f"measured, {label}, over the fixed order", f"{medians[label]:.2f}", ratio)
 
 
+_VARYING = ("bert", "gpt2", "distilbert", "t5_encoder")
+_BERT_LAYERS = 6
+
+
+def cpu_s() -> float:
+    """CPU time of this process, its threads and its children."""
+    users = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in users)
+
+
+def varying(name: str, full: bool) -> zoo.Specimen:
+    """A model of tokens with two padded rows, whose batch and length vary."""
+    thing = zoo.specimen(name, full=full)
+    if name == "bert":
+        thing.model.encoder.layer = thing.model.encoder.layer[:_BERT_LAYERS]
+    return thing.padded(2, varying=True)
+
+
+def cold(name: str, thing: zoo.Specimen, rounds: int, table: Table) -> None:
+    """The default with nothing known of the model, over `torch.onnx.export` and a session."""
+
+    def session() -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.onnx")
+            shapes = thing.dynamic_shapes
+            torch.onnx.export(
+                thing.model,
+                thing.args,
+                path,
+                kwargs=thing.kwargs,
+                dynamo=True,
+                dynamic_shapes=shapes,
+                verbose=False,
+            )
+            return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def ours() -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["INTARSIA_CACHE"] = folder
+            compiled = thing.compile()
+            plans[:] = [getattr(compiled, "plan", None)]
+            return compiled
+
+    plans: list[object] = []
+    spent: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(rounds):
+        for label, call in (("export + session", session), ("intarsia.compile", ours)):
+            before = cpu_s()
+            seconds = took(call)
+            spent.setdefault(label, []).append((seconds, cpu_s() - before))
+    medians = {label: [statistics.median(one) for one in zip(*s, strict=True)] for label, s in spent.items()}
+    base = medians["export + session"]
+    for label, (seconds, cpu) in medians.items():
+        ratios = f"{seconds / base[0]:.2f}, {cpu / base[1]:.2f}"
+        table.add_row(name, label, f"{seconds:.1f}, {cpu:.1f}", ratios)
+    print(*plans)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
@@ -109,9 +171,22 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--measured", action="store_true")
     parser.add_argument("--only-measured", action="store_true")
+    parser.add_argument("--default", action="store_true")
+    parser.add_argument("--varying", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if asked.default or asked.varying:
+        print(f"seconds and CPU seconds; load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads")
+        cold("warm-up", varying("bert", False), 1, Table())  # imports and first-use costs of both
+        every = _VARYING if asked.varying else zoo.names()
+        for name in asked.names or every:
+            table = Table("model", "", "s, CPU s", "ratios")
+            full = not asked.small
+            thing = varying(name, full) if asked.varying else zoo.specimen(name, full=full)
+            cold(name, thing, asked.rounds, table)
+            Console(width=140).print(table)
+        return
     print("float32, batch 1: seconds from model to callable")
     for name in zoo.names() if asked.all else asked.names or ["bert"]:
         table = Table("model", "", "median s", "ratio")  # one a model: a run that is stopped has told some

@@ -2,6 +2,7 @@
 
     python -m bench.models [names...] [--out bench-results] [--limit 900] [--tolerance 0.02] [--docs docs]
     python -m bench.models [names...] --out bench-throughput-8 --throughput --batch 8
+    python -m bench.models [names...] --out bench-padded-8 --padded 8 [--varying]
 
 Each model runs in a process of its own, with a limit on time. Results are kept as JSON in `--out`, and a run
 that was stopped continues with the models that have none. At the end: a table, results.json and chart.svg;
@@ -34,6 +35,7 @@ _COLOURS = {
     "intarsia, fixed order": "#e8a79f",
     "torch.onnx + ONNX Runtime": "#2471a3",
     "OpenVINO's importer": "#1e8449",
+    "torch.onnx + MNN": "#76448a",
     "torch.compile": "#b7950b",
     "torch.compile, freezing": "#7d6608",
 }
@@ -53,6 +55,8 @@ def bench(
     inductor: Annotated[bool, typer.Option(help="run torch.compile too, which takes minutes")] = True,
     full: Annotated[bool, typer.Option(help="the size a model is known by")] = True,
     batch: Annotated[int, typer.Option(help="times the example is repeated in a batch", min=1)] = 1,
+    padded: Annotated[int, typer.Option(help="rows of tokens with a mask of padding; 0 for none", min=0)] = 0,
+    varying: Annotated[bool, typer.Option(help="batch and length of padded rows vary")] = False,
     throughput: Annotated[bool, typer.Option(help="several threads call at once")] = False,
     docs: Annotated[
         Path | None, typer.Option(help="folder whose choosing.md and measurements.md are filled in")
@@ -64,6 +68,8 @@ def bench(
     for name in named:
         if name not in specimens.names():
             raise IntarsiaError(f"there is no model {name!r}; known are {', '.join(specimens.names())}")
+    if varying and not padded:
+        raise IntarsiaError("--varying needs --padded ROWS")
     out.mkdir(parents=True, exist_ok=True)
     results = []
     for name in named:
@@ -71,6 +77,7 @@ def bench(
         if not _is_done(path):
             wish = Wish(name, full, rounds, budget, inductor=inductor, tolerance=tolerance, batch=batch)
             wish = replace(wish, objective="throughput") if throughput else wish
+            wish = replace(wish, padded=padded, varying=varying)
             reason = _run(wish, path, limit)
             console.print(f"{name}: {reason or 'measured'}", markup=False, highlight=False)
         results.append(_read(path, name))

@@ -5,20 +5,25 @@ What is known is written after each stage, so that a limit on time loses only wh
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import torch
 from bench.specimens import specimen
 from torch.utils import _pytree as pytree
@@ -29,11 +34,12 @@ from intarsia.choose.measured import Objective
 from intarsia.choose.race import race_plans
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
-from intarsia.compiler import compile
 from intarsia.graph.plan import Plan
 from intarsia.timing import race
 
 Timed = Callable[[], object]
+Peer = Callable[[Specimen], object]  # the model as a peer runs it, called with a specimen's inputs
+_MODULES = ("torch", "onnxruntime", "openvino", "MNN", "transformers")
 OURS, FIXED, EAGER = "intarsia", "intarsia, fixed order", "eager"
 SEARCHED, TOLERANT = "intarsia, longer search", "intarsia, tolerance"
 OWN = (FIXED, OURS, SEARCHED, TOLERANT)
@@ -41,6 +47,7 @@ PEERS = (
     EAGER,
     "torch.onnx + ONNX Runtime",
     "OpenVINO's importer",
+    "torch.onnx + MNN",
     "torch.compile",
     "torch.compile, freezing",
 )
@@ -52,7 +59,8 @@ class Wish:
     """What to measure: the model, its size, rounds of the race, whether Inductor runs too.
 
     With a `batch` the example is repeated so many times; for "throughput" several threads call at once, and
-    times are a call's share of them.
+    times are a call's share of them. With `padded` rows there is a mask of padding; if they are `varying`,
+    batch and length vary, and what is timed is three calls: of the whole length, a half and a quarter.
 
     `budget_s` is what a longer search may take, besides the default one, and `tolerance` what results may be
     off by in one more of our plans; with 0 there is none.
@@ -67,32 +75,39 @@ class Wish:
     tolerance: float = 0.0
     batch: int = 1
     objective: Objective = "latency"
+    padded: int = 0
+    varying: bool = False
 
 
 def measure(wish: Wish, out: Path) -> None:
     """Measure a model and write what was found to `out`, stage by stage."""
     warnings.filterwarnings("ignore")
-    thing = _batched(specimen(wish.name, full=wish.full), wish.batch)
+    thing = specimen(wish.name, full=wish.full)
+    thing = thing.padded(wish.padded, varying=wish.varying) if wish.padded else thing.repeated(wish.batch)
+    things = [thing, thing.shortened(2), thing.shortened(4)] if wish.varying else [thing]
     with torch.no_grad():
-        expected = thing.model(*thing.args, **thing.kwargs)
+        expected = [one.model(*one.args, **one.kwargs) for one in things]
     facts: dict[str, Any] = {
         "name": wish.name,
         "full": wish.full,
-        "batch": wish.batch,
+        "batch": wish.padded or wish.batch,
+        "padded": wish.padded,
+        "varying": wish.varying,
         "objective": wish.objective,
         "weights": sum(p.numel() for p in thing.model.parameters()),
         "machine": machine_key(),
-        "versions": {m: package_version(m) for m in ("torch", "onnxruntime", "openvino", "transformers")},
+        "versions": {m: package_version(m) for m in _MODULES},
         "peers": {},
         "complete": False,
     }
     usual = {} if wish.objective == "latency" else {"partition": Measured(wish.objective)}
-    makers: dict[str, Callable[[], Timed]] = {
-        EAGER: lambda: lambda: thing.model(*thing.args, **thing.kwargs),
+    makers: dict[str, Callable[[], Peer]] = {
+        EAGER: lambda: _called(thing.model),
         FIXED: lambda: _ours(thing, facts, "plan_fixed", partition="dependency"),
         OURS: lambda: _ours(thing, facts, "plan", **usual),
         PEERS[1]: lambda: _onnxruntime(thing),
         PEERS[2]: lambda: _openvino(thing),
+        PEERS[3]: lambda: _mnn(thing),
     }
     if wish.budget_s:
         longer = Measured(wish.objective, budget_s=wish.budget_s)
@@ -104,7 +119,7 @@ def measure(wish: Wish, out: Path) -> None:
         # compile of the fixed order would build nothing.
         os.environ |= {"INTARSIA_CACHE": folder, "INTARSIA_CACHE_GB": "0"}
         makers[FIXED]()
-        calls = _made(makers, facts, expected)
+        calls = _made(makers, facts, things, expected)
         start = time.perf_counter()
         _ours(thing, facts, "plan_again", **usual)
         facts["compile_again_s"] = time.perf_counter() - start
@@ -113,17 +128,20 @@ def measure(wish: Wish, out: Path) -> None:
     if wish.inductor:
         # Last, since each may take minutes; the race is then run anew with everybody in it.
         inductor = {
-            PEERS[3]: lambda: _inductor(thing, {}),
-            PEERS[4]: lambda: _inductor(thing, {"freezing": True}),
+            PEERS[4]: lambda: _inductor(thing, {}),
+            PEERS[5]: lambda: _inductor(thing, {"freezing": True}),
         }
-        calls |= _made(inductor, facts, expected)
+        calls |= _made(inductor, facts, things, expected)
         _race(calls, wish, facts)
     facts["complete"] = True
     _write(facts, out)
 
 
 def _made(
-    makers: Mapping[str, Callable[[], Timed]], facts: dict[str, Any], expected: object
+    makers: Mapping[str, Callable[[], Peer]],
+    facts: dict[str, Any],
+    things: Sequence[Specimen],
+    expected: object,
 ) -> dict[str, Timed]:
     """The peers that can be made: seconds that it took, and how far the answer is off eager's."""
     made: dict[str, Timed] = {}
@@ -131,7 +149,7 @@ def _made(
         start = time.perf_counter()
         try:
             with torch.no_grad():
-                call = make()
+                call = partial(_all_of, make(), things)
                 answer = call()
         except Exception as error:  # a peer's failure is a result, not ours to hide or to die of
             said = next(iter(str(error).splitlines()), "")
@@ -157,16 +175,12 @@ def _race(calls: Mapping[str, Timed], wish: Wish, facts: dict[str, Any]) -> None
         }
 
 
-def _batched(thing: Specimen, times: int) -> Specimen:
-    """The example with its first dimension repeated."""
+def _all_of(peer: Peer, things: Sequence[Specimen]) -> list[object]:
+    return [peer(thing) for thing in things]
 
-    def repeated(value: object) -> object:
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        return value.repeat(times, *[1] * (value.ndim - 1))
 
-    args, kwargs = pytree.tree_map(repeated, (thing.args, thing.kwargs))
-    return replace(thing, args=args, kwargs=kwargs) if times > 1 else thing
+def _called(function: Callable[..., object]) -> Peer:
+    return lambda thing: function(*thing.args, **thing.kwargs)
 
 
 def _error(answer: object, expected: object) -> float | None:
@@ -178,12 +192,12 @@ def _error(answer: object, expected: object) -> float | None:
     return relative_error(ours, theirs)
 
 
-def _ours(thing: Specimen, facts: dict[str, Any], key: str, **asked: Any) -> Timed:
-    fast = compile(thing.model, thing.args, thing.kwargs, **asked)
+def _ours(thing: Specimen, facts: dict[str, Any], key: str, **asked: Any) -> Peer:
+    fast = thing.compile(**asked)
     plan = fast.plan
     facts[key] = json.loads(plan.to_json()) if isinstance(plan, Plan) else {}  # a model in parts has none
     facts[key]["text"] = str(plan)
-    return lambda: fast(*thing.args, **thing.kwargs)
+    return _called(fast)
 
 
 def _tensors(thing: Specimen) -> list[torch.Tensor]:
@@ -191,52 +205,118 @@ def _tensors(thing: Specimen) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _onnxruntime(thing: Specimen) -> Timed:
+@contextmanager
+def _exported(thing: Specimen) -> Iterator[Path]:
+    """The file that torch's exporter makes."""
+    shapes = thing.dynamic_shapes
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        torch.onnx.export(
+            thing.model,
+            thing.args,
+            path,
+            kwargs=thing.kwargs,
+            dynamo=True,
+            dynamic_shapes=shapes,
+            verbose=False,
+        )
+        yield path
+
+
+def _onnxruntime(thing: Specimen) -> Peer:
     import onnxruntime
 
-    program = torch.onnx.export(thing.model, thing.args, kwargs=thing.kwargs, dynamo=True, verbose=False)
-    assert program is not None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"intarsia-bench-{os.getpid()}.onnx"
-    try:
-        program.save(str(path))
+    with _exported(thing) as path:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    finally:
-        for file in (path, path.with_name(path.name + ".data")):
-            file.unlink(missing_ok=True)
     names = [given.name for given in session.get_inputs()]
-    feed = dict(zip(names, [tensor.numpy() for tensor in _tensors(thing)], strict=True))
-    return lambda: [torch.from_numpy(array) for array in session.run(None, feed)]
+
+    def run(thing: Specimen) -> list[torch.Tensor]:
+        feed = dict(zip(names, [tensor.numpy() for tensor in _tensors(thing)], strict=True))
+        return [torch.from_numpy(array) for array in session.run(None, feed)]
+
+    return run
 
 
-def _openvino(thing: Specimen) -> Timed:
-    import inspect
+_CONVERT = "import sys, _tools; sys.exit(0 if _tools.mnnconvert(sys.argv) else 3)"  # it may end its process
 
+
+def _mnn(thing: Specimen) -> Peer:
+    """MNN by its own converter, in float32 as its documentation sets it."""
+    import MNN.expr as expr
+    import MNN.nn as nn
+    import onnx
+
+    with _exported(thing) as path:
+        graph = onnx.load(path, load_external_data=False).graph
+        converted = path.with_suffix(".mnn")
+        arguments = [
+            "-f",
+            "ONNX",
+            "--modelFile",
+            str(path),
+            "--MNNModel",
+            str(converted),
+            "--bizCode",
+            "bench",
+        ]
+        subprocess.run(
+            [sys.executable, "-P", "-c", _CONVERT, *arguments],
+            cwd=path.parent,
+            check=True,
+            capture_output=True,
+        )
+        settings = {"backend": "CPU", "precision": "high", "numThread": torch.get_num_threads()}
+        runtime = nn.create_runtime_manager((settings,))
+        names = [[value.name for value in side] for side in (graph.input, graph.output)]
+        module = nn.load_module_from_file(str(converted), *names, runtime_manager=runtime, shape_mutable=True)
+
+    def value(tensor: torch.Tensor) -> Any:
+        is_float = tensor.dtype.is_floating_point
+        array = (tensor if is_float else tensor.to(torch.int32)).contiguous().numpy()
+        return expr.const(array, list(array.shape), expr.NCHW, expr.float if is_float else expr.int)
+
+    def run(thing: Specimen) -> list[torch.Tensor]:
+        results = module.onForward([value(tensor) for tensor in _tensors(thing)])
+        results = [x if x.data_format == expr.NCHW else expr.convert(x, expr.NCHW) for x in results]
+        return [torch.from_numpy(np.array(x.read(), copy=True).reshape(x.shape)) for x in results]
+
+    return run
+
+
+def _bound(thing: Specimen) -> Any:
+    """The inputs by name where some are given so, and else in order."""
+    if not thing.kwargs:
+        return thing.args
+    return dict(inspect.signature(thing.model.forward).bind(*thing.args, **thing.kwargs).arguments)
+
+
+def _openvino(thing: Specimen) -> Peer:
     import openvino
 
-    given: Any = thing.args
-    if thing.kwargs:
-        bound = inspect.signature(thing.model.forward).bind(*thing.args, **thing.kwargs)
-        given = dict(bound.arguments)
-    model = openvino.convert_model(thing.model, example_input=given)
+    model = openvino.convert_model(thing.model, example_input=_bound(thing))
     settings = {
         "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
     }
     compiled = openvino.Core().compile_model(model, "CPU", settings)
-    if isinstance(given, dict):
-        feed: Any = {name: value.numpy() for name, value in given.items() if isinstance(value, torch.Tensor)}
-    else:
-        feed = [tensor.numpy() for tensor in _tensors(thing)]
-    return lambda: [torch.from_numpy(array) for array in compiled(feed, share_inputs=True).values()]
+
+    def run(thing: Specimen) -> list[torch.Tensor]:
+        given = _bound(thing)
+        if isinstance(given, dict):
+            feed: Any = {k: value.numpy() for k, value in given.items() if isinstance(value, torch.Tensor)}
+        else:
+            feed = [tensor.numpy() for tensor in _tensors(thing)]
+        return [torch.from_numpy(array) for array in compiled(feed, share_inputs=True).values()]
+
+    return run
 
 
-def _inductor(thing: Specimen, options: dict[str, Any]) -> Timed:
+def _inductor(thing: Specimen, options: dict[str, Any]) -> Peer:
     torch._dynamo.reset()
-    fast = torch.compile(thing.model, options=options)
-    return lambda: fast(*thing.args, **thing.kwargs)
+    return _called(torch.compile(thing.model, options=options))
 
 
 def _write(facts: Mapping[str, Any], out: Path) -> None:

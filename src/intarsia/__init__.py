@@ -1,4 +1,4 @@
-"""Intarsia: cut a model into pieces, give each to the engine that runs it best, inlay them as one module."""
+"""Intarsia: cut a model into pieces, run each on the fastest engine, and call them as one module."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from intarsia.tuning.recorded import recording as recording
     from intarsia.tuning.tune import tune as tune
 
-# A process that only loads and runs a saved module needs neither converters nor patterns: each name is
-# imported when it is first asked for.
+# A process that only loads and runs a saved module needs neither converters nor patterns, so each name is
+# imported at its first access.
 _HOMES = {
     "run_on": "intarsia.capture.annotate",
     "Input": "intarsia.capture.input",
@@ -64,7 +64,7 @@ _HOMES = {
 
 
 def _make_refittable(loaded: Any, captured: Any) -> None:
-    """New weights for a loaded module need the compiler, which is imported only now (see `refitting`)."""
+    """Make a loaded module refittable; imports the compiler (see `refitting`)."""
     from intarsia.compiler.loaded import make_refittable
 
     make_refittable(loaded, captured)
@@ -76,8 +76,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
-            found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-            return found
+            value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+            return value
         if not name.startswith("_"):
             try:
                 return importlib.import_module(f"{__name__}.{name}")  # `intarsia.engines`, without an import

@@ -1,4 +1,4 @@
-"""Whether an answer agrees with PyTorch's, element by element, within what rounding can do."""
+"""Comparison of an answer with PyTorch's, elementwise, within the effect of rounding."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch.utils import _pytree as pytree
 
 from intarsia.plain_tensors import is_traceable_subclass, plain_tensors, slices_of
 
-ROUNDINGS = 4  # an element may always be off by this many roundings of its own dtype
-# Values of one magnitude may be off by so many roundings of float32 (of float64) each: the worst of six
-# million logits of GPT-2 is off by 79 on OpenVINO. Most answers are right by this, without a run in float64.
+ROUNDINGS = 4  # an element may always differ by this many roundings of its dtype
+# Values of one magnitude may differ by this many roundings of float32 (or float64) each: the largest
+# difference among six million logits of GPT-2 is 79 on OpenVINO. Most answers are accepted by this, without a
+# run in float64.
 _ALIKE = 128
-MULTIPLE = 4  # or by so many times the error of PyTorch's own answer
-FURTHER_RUNS = (0, 1, 8)  # more runs to see what rounding does, each only where one would condemn
-_LEAST_ROW = 1e-6  # of the largest value of a result: what a row is measured by at least
+MULTIPLE = 4  # or by this many times the error of PyTorch's own answer
+FURTHER_RUNS = (0, 1, 8)  # more runs to measure rounding, only if fewer would reject an answer
+_LEAST_ROW = 1e-6  # of the largest value of a result: the smallest scale of a row
 _SPECIAL = "has NaN or infinity where PyTorch has not, or the reverse"
-_GAP = 10  # octaves without a value between values that are not alike
+_GAP = 10  # octaves without a value between groups of magnitudes
 _EXPONENTS = 1 << 11  # of a double
 
 
 class Noise(Protocol):
-    """What rounding does to each output; see `rounding.Rounding`."""
+    """The effect of rounding on each output; see `rounding.Rounding`."""
 
     def error(self, index: int, answer: torch.Tensor) -> torch.Tensor | None: ...
 
@@ -37,12 +38,12 @@ def disagreement(
     tolerance: float | None = None,
     rows: int = 1,
 ) -> str | None:
-    """What is wrong with an answer, in a clause; None if it agrees.
+    """How an answer differs from PyTorch's, in a clause; None if it agrees.
 
-    Integers and booleans must be equal, except where rounding flips PyTorch's own. A float may be off by some
-    times the error that rounding makes of PyTorch's own answer, there or in values of its magnitude: a
-    masked logit of -1e9 excuses no other. With a `tolerance` a result may also be off by that share of its
-    largest value, in each of its `rows`.
+    Integers and booleans must be equal, except where rounding changes PyTorch's own. A float may differ by a
+    multiple of the error that rounding causes in PyTorch's own answer, in this element or in values of its
+    magnitude: a masked logit of -1e9 excuses no other value. With a `tolerance`, a result may also differ by
+    that share of its largest value, in each of its `rows`.
 
     >>> truth = torch.tensor([-1e9, 0.04, 0.03])
     >>> disagreement([torch.tensor([-1e9, 1.0, 0.03])], [truth])
@@ -69,7 +70,7 @@ def disagreement(
 
 
 def _error_of_floats(answer: Any, truth: torch.Tensor, rows: int) -> float | None:
-    """The relative error of a result; None where no tolerance applies."""
+    """The relative error of a result; None if a tolerance does not apply to it."""
     if not isinstance(answer, torch.Tensor) or not (truth.is_floating_point() or truth.is_complex()):
         return None
     if answer.dtype != truth.dtype or answer.shape != truth.shape or truth.layout is not torch.strided:
@@ -80,7 +81,7 @@ def _error_of_floats(answer: Any, truth: torch.Tensor, rows: int) -> float | Non
 def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int) -> str | None:
     if not isinstance(answer, torch.Tensor):
         return f"is a {type(answer).__name__}; PyTorch makes a tensor"
-    if truth.is_nested or is_traceable_subclass(truth):  # sizes of jagged tensors equal only themselves
+    if truth.is_nested or is_traceable_subclass(truth):  # the sizes of jagged tensors are never equal
         if type(answer) is not type(truth):
             return f"is a {type(answer).__name__}; PyTorch makes a {type(truth).__name__}"
         return disagreement(plain_tensors(answer), plain_tensors(truth))
@@ -110,7 +111,7 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int)
     if exact:
         return None
     answer, truth = answer.detach(), truth.detach()
-    if special:  # as doubles: short floats have no such operator
+    if special:  # in float64, since short floats do not have this operator
         answer, truth = (torch.nan_to_num(x.double(), 0.0, 0.0, 0.0) for x in (answer, truth))
     alike, size = _Alike(truth), truth.double().abs()
     floor = size.mul(_share(limits))
@@ -131,27 +132,27 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int)
 
 
 def _share(limits: torch.finfo) -> float:
-    """What values of one magnitude may always be off by, as a share of it."""
-    # PyTorch adds up short floats in float32 and rounds once: more terms are no excuse for more.
+    """The share of their magnitude by which values may always differ."""
+    # PyTorch sums short floats in float32 and rounds once, so more terms allow no larger error.
     return max(ROUNDINGS * limits.eps, _ALIKE * min(limits.eps, torch.finfo(torch.float32).eps))
 
 
 def _roundings(size: torch.Tensor, limits: torch.finfo) -> torch.Tensor:
-    """How far an element of this size may always be off."""
+    """The difference that is always allowed for elements of these sizes."""
     return (size * (ROUNDINGS * limits.eps)).add_(limits.tiny)
 
 
 def _worst(
     answer: torch.Tensor, truth: torch.Tensor, noise: torch.Tensor, alike: _Alike, limits: torch.finfo
 ) -> int | None:
-    """The place of the element that is off by most beyond what it may be; None where none is."""
+    """The place of the element that exceeds its allowed difference most; None if none does."""
     typical = alike.typical(noise)
     worst, place, start = 0.0, None, 0
     for answered, right, seen in slices_of(answer, truth, noise):
         b = right.double()
         allowed = torch.maximum(seen, alike.of(typical, b)).add_(_roundings(b.abs(), limits))
         excess = (answered.double() - b).abs_().sub_(allowed)
-        if not float(most := excess.max()) <= worst:  # nor is NaN
+        if not float(most := excess.max()) <= worst:  # also for NaN
             worst, place = float(most), start + int(excess.argmax())
         start += len(b)
     return place
@@ -160,10 +161,10 @@ def _worst(
 def _no_worse(
     answers: Sequence[torch.Tensor], allowed: torch.Tensor, alike: _Alike, noise: Noise, index: int
 ) -> bool:
-    """Whether answers are as near to float64 as they may be, though they are off at other elements.
+    """Whether answers are as near to float64 as allowed, although they differ at other elements.
 
-    So they are where their largest error is allowed, and their typical one. `F.interpolate` is off most
-    where neighbours differ most, and a step is taken at another value.
+    They are if their largest error is allowed, and their typical one. For example, `F.interpolate` has its
+    largest errors where neighbours differ most, and steps change at other values.
     """
     typical, largest = alike.typical(allowed), alike.largest(allowed)
     for each in answers:
@@ -186,9 +187,9 @@ def _unequal(answer: torch.Tensor, truth: torch.Tensor, rounding: Noise | None, 
 
 
 def _finite(answer: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both as doubles, where they are finite; None where they differ in a NaN or an infinity."""
+    """The finite elements of both in float64; None if they differ in a NaN or an infinity."""
     a, b = answer.double(), right.double()
-    if bool(torch.isfinite(a.sum() + b.sum())):  # one that is not finite shows in the sum
+    if bool(torch.isfinite(a.sum() + b.sum())):  # any element that is not finite makes the sum so
         return a, b
     finite = torch.isfinite(b)
     specials = (torch.nan_to_num(x[~finite], nan=7.5) for x in (a, b))
@@ -198,9 +199,9 @@ def _finite(answer: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 class _Alike:
-    """Which elements of a tensor are alike: between their magnitudes is no wide gap.
+    """Groups of elements of a tensor whose magnitudes have no wide gap between them.
 
-    Logits are millions: exponents are counted, not sorted.
+    There may be millions of logits, so exponents are counted and not sorted.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -209,14 +210,14 @@ class _Alike:
         for (part,) in slices_of(values):
             numbers = part.double()
             counts += torch.bincount(_exponents(numbers), minlength=len(counts))
-            counts[0] -= (numbers == 0).sum()  # a zero goes with the smallest values there are
+            counts[0] -= (numbers == 0).sum()  # zeros belong to the group of the smallest values
         used = counts.nonzero().flatten()
         starts = (used.diff(prepend=used[:1]) > _GAP).long().cumsum(0)
         self._group = torch.zeros_like(counts).scatter_(0, used, starts)
         self._several = bool(self._group.any())
 
     def typical(self, noise: torch.Tensor) -> torch.Tensor:
-        """The root mean square of the noise of each group: one element may be lucky, all are not."""
+        """The root mean square of the noise in each group; a single element may have little by chance."""
         if not self._several:
             whole = torch.stack([seen.square().sum() for (seen,) in slices_of(noise)]).sum()
             return (whole / noise.numel()).sqrt_()
@@ -238,7 +239,7 @@ class _Alike:
         return most
 
     def of(self, typical: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """What is typical of the group of each of these values."""
+        """The typical noise of the group of each value."""
         return typical[self._groups(values)] if self._several else typical
 
     def _groups(self, values: torch.Tensor) -> torch.Tensor:
@@ -246,14 +247,14 @@ class _Alike:
 
 
 def _exponents(values: torch.Tensor) -> torch.Tensor:
-    """The bits of the exponent of each double; 0 of a zero, and of what is nearest to it."""
+    """The exponent bits of each double, which are 0 for zero."""
     return values.view(torch.int64).bitwise_right_shift(52).bitwise_and_(_EXPONENTS - 1)
 
 
 def relative_error(answer: object, truth: object, rows: int = 1) -> float:
     """The largest difference between two results (any nesting), as a share of the largest value.
 
-    Of results with that many rows each row counts by itself: a row of large values excuses no other.
+    If results have this many rows, each row is measured by itself, so a row of large values excuses no other.
 
     >>> truth = torch.tensor([[1000.0, 0.0], [1.0, 2.0]])
     >>> relative_error(truth + 1, truth), relative_error(truth + 1, truth, rows=2)
@@ -269,14 +270,14 @@ def relative_error(answer: object, truth: object, rows: int = 1) -> float:
             return float("inf")
         has_rows = rows > 1 and b.ndim > 1 and len(b) == rows
         pairs = [_error_and_size(*pair) for pair in (zip(a, b, strict=True) if has_rows else [(a, b)])]
-        # Rows of zeros, as of padding, have no scale of their own.
+        # Rows of zeros, such as padding, get a scale from the other rows.
         least = max(1e-30, _LEAST_ROW * max(size for _, size in pairs))
         worst = max(worst, *(error / max(size, least) for error, size in pairs))
     return worst
 
 
 def _error_and_size(answer: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
-    """The largest difference and the largest value, where they are finite; infinite where one is not."""
+    """The largest difference and the largest value of finite elements; infinity if others differ."""
     error = size = 0.0
     for answered, right in slices_of(answer, truth):
         pair = _finite(answered, right)

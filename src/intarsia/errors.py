@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn the user at the innermost line of a call that is not this package's."""
+    """Warn the user at the innermost line of the call stack that is not in this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
@@ -36,6 +36,27 @@ def error_text(error: BaseException) -> str:
     """
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"
+
+
+def near_names(name: object, known: Iterable[str], most: int = 3) -> str:
+    """The end of a message: the known names that are spelled much like this one; empty if there are none.
+
+    >>> near_names("brt", ["bert", "vit"])
+    "; did you mean 'bert'?"
+    """
+    near = get_close_matches(str(name), sorted(set(known)), n=most)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def some_of(names: Iterable[str], most: int = 3) -> str:
+    """The first names as text, and the number of the others.
+
+    >>> some_of(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    first = [*map(str, names)]
+    more = f" and {len(first) - most} more" if len(first) > most else ""
+    return ", ".join(first[:most]) + more
 
 
 class IntarsiaError(Exception):
@@ -120,7 +141,7 @@ class PipelineError(IntarsiaError):
 
 
 def check_option_names(names: Iterable[str], known: Iterable[str], function: str) -> None:
-    """Raise OptionError, with a near name, for a keyword that the function does not have.
+    """Raise OptionError, with near names, for a keyword that the function does not have.
 
     >>> check_option_names(["sed"], ["seed", "mesh"], "distributed")
     Traceback (most recent call last):
@@ -130,6 +151,5 @@ def check_option_names(names: Iterable[str], known: Iterable[str], function: str
     known = list(known)
     for name in names:
         if name not in known:
-            near = get_close_matches(str(name), known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise OptionError(f"{function} has no option {name!r}; {hint}")
+            hint = near_names(name, known, most=1) or f"; known are {', '.join(known)}"
+            raise OptionError(f"{function} has no option {name!r}{hint}")

@@ -20,14 +20,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# INFO has each stage of a compile with its time, DEBUG each refusal of a node.
+# INFO: each stage of a compile with its time. DEBUG: each refusal of a node.
 LOG = logging.getLogger("intarsia")
 LOG.addHandler(logging.NullHandler())
 TORCH_LOG = LOG.getChild("torch")
 
 
 def log_refusals(refusals: Mapping[fx.Node, Mapping[str, str]]) -> None:
-    """Each node that an engine does not take, with the reason."""
+    """Log each node that an engine does not take, with the reason."""
     if LOG.isEnabledFor(logging.DEBUG):
         for node, reasons in refusals.items():
             for engine, reason in reasons.items():
@@ -35,9 +35,9 @@ def log_refusals(refusals: Mapping[fx.Node, Mapping[str, str]]) -> None:
 
 
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Log a method's time under a name, and show on a terminal what happens and how long it may take.
+    """A decorator that logs a method's time, and shows on a terminal its name and its expected time.
 
-    The time is taken to grow with `size` of the method's object.
+    The expected time is proportional to `size` of the method's object.
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
@@ -57,8 +57,8 @@ def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-# Seconds for a module of BERT-base on 2 cores; the first compile on a machine replaces them.
-_FIRST_GUESS = {
+# Seconds per module of BERT-base on 2 cores; the first compile on a machine replaces them.
+_DEFAULT_SECONDS = {
     "running the model": 0.01,
     "exporting and lowering": 0.02,
     "comparing the graph with the model": 0.01,
@@ -69,18 +69,18 @@ _FIRST_GUESS = {
 
 
 def _seconds_each(latest: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The seconds that each stage took for a unit of size, at the last compile on this machine."""
+    """The seconds of each stage per unit of size, in the last compile on this machine; stores `latest`."""
     from intarsia.cache.store import JsonStore, cache_directory
 
     store = JsonStore(cache_directory() / "stages.json")
     if latest is not None:
         store.update(latest)
         return {}
-    known = {name: value for name, value in store.read().items() if isinstance(value, float)}
-    return _FIRST_GUESS | known
+    measured = {name: value for name, value in store.read().items() if isinstance(value, float)}
+    return _DEFAULT_SECONDS | measured
 
 
-_lines: list[Progress] = []  # the innermost last; only that one is on the terminal
+_lines: list[Progress] = []  # the innermost is last; only this one is on the terminal
 
 
 def _is_watched() -> bool:
@@ -89,9 +89,9 @@ def _is_watched() -> bool:
 
 @contextmanager
 def working(name: str, seconds: float | None = None) -> Iterator[None]:
-    """Show on a terminal what happens, for how long, and how long it may still take.
+    """Show a line on a terminal while the block runs: its name, the elapsed time, and the time left.
 
-    Work inside work takes the line over. Elsewhere than on a terminal nothing is written.
+    A block inside the block replaces the line for a while. Without a terminal, nothing is written.
     """
     if not _is_watched():
         yield
@@ -111,7 +111,7 @@ def working(name: str, seconds: float | None = None) -> Iterator[None]:
 
 
 def tell(text: str, left_s: float | None = None) -> None:
-    """Say on the line, where there is one, what happens now and how long it may still take."""
+    """Change the text of the line, and the time left, if there is a line."""
     if _lines and _is_watched():
         (task,) = _lines[-1].tasks
         expected = None if left_s is None else (task.elapsed or 0.0) + left_s
@@ -119,7 +119,7 @@ def tell(text: str, left_s: float | None = None) -> None:
 
 
 def tell_share(done: int, total: int) -> None:
-    """Say on the line, where there is one, how much is done; the time left follows."""
+    """Show on the line, if there is one, how much is done; the time left is computed from it."""
     if _lines and _is_watched() and done:
         (task,) = _lines[-1].tasks
         expected = (task.elapsed or 0.0) * total / done
@@ -127,7 +127,7 @@ def tell_share(done: int, total: int) -> None:
 
 
 def counted(items: Iterable[T], total: int, name: str) -> Iterator[T]:
-    """The items, counted on a terminal.
+    """The items, with a line on a terminal that counts them.
 
     >>> list(counted(iter("ab"), 2, "spelling"))
     ['a', 'b']
@@ -144,7 +144,7 @@ def _line(name: str, seconds: float | None) -> Progress:
     from rich.text import Text
 
     class Line(ProgressColumn):
-        """The times first: what a narrow terminal cuts off is the end."""
+        """The times come first, since a narrow terminal cuts off the end."""
 
         def render(self, task: Task) -> Text:
             elapsed, expected = task.elapsed or 0.0, task.fields["expected"]
@@ -153,39 +153,35 @@ def _line(name: str, seconds: float | None) -> Progress:
             line = f"intarsia ({times}): {task.description}{task.fields['count']}"
             return Text(line, no_wrap=True, overflow="ellipsis")
 
-    # What the model prints meanwhile stands above the line; from a pipe it must not be taken.
-    shares = sys.stdout is not None and sys.stdout.isatty()
+    # On a terminal, the output of the model is printed above the line. A pipe must get it unchanged.
+    redirect = sys.stdout is not None and sys.stdout.isatty()
     console = Console(stderr=True)
-    line = Progress(SpinnerColumn(), Line(), console=console, transient=True, redirect_stdout=shares)
+    line = Progress(SpinnerColumn(), Line(), console=console, transient=True, redirect_stdout=redirect)
     line.add_task(name, total=None, expected=seconds, count="")
     return line
 
 
-def _is_torch(name: str) -> bool:
-    return name.partition(".")[0] == "torch"
-
-
 @contextmanager
 def torch_logs_kept() -> Iterator[None]:
-    """What torch logs meanwhile goes to `intarsia.torch` at DEBUG, unless TORCH_LOGS asks for it.
+    """Send torch's logs to `intarsia.torch` at DEBUG for a while, unless TORCH_LOGS is set.
 
-    An export that fails logs a traceback of some forty lines; the error that is raised says the same.
+    A failed export logs a traceback of about forty lines, which the raised error repeats.
     """
     if os.environ.get("TORCH_LOGS"):
         yield
         return
 
-    def kept(record: logging.LogRecord) -> bool:
+    def redirect(record: logging.LogRecord) -> bool:
         TORCH_LOG.debug("%s: %s", record.name, record.getMessage())
         return False
 
-    # torch gives handlers to many of its loggers, not to the root of them alone.
-    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if _is_torch(name)]
-    changed = list({id(handler): handler for logger in loggers for handler in logger.handlers}.values())
-    for handler in changed:
-        handler.addFilter(kept)
+    # Many loggers of torch have handlers, not only their root.
+    names = [name for name in list(logging.root.manager.loggerDict) if name.partition(".")[0] == "torch"]
+    handlers = {id(handler): handler for name in names for handler in logging.getLogger(name).handlers}
+    for handler in handlers.values():
+        handler.addFilter(redirect)
     try:
         yield
     finally:
-        for handler in changed:
-            handler.removeFilter(kept)
+        for handler in handlers.values():
+            handler.removeFilter(redirect)

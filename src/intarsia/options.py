@@ -1,4 +1,4 @@
-"""`CompileOptions`: what a user asks of a compile, checked once and shared by every entry point."""
+"""`CompileOptions`: the options of a compile, checked once and shared by every entry point."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fallback = Literal["parts", "eager", "error"]
 
 
 class CompileKeywords(PartitionChoices, total=False):
-    """The options as users give them by name, to `compile` and to whatever compiles for them."""
+    """The options as keyword arguments of `compile`, and of functions that compile."""
 
     engines: Engines
     partition: Partition
@@ -38,13 +38,13 @@ class CompileKeywords(PartitionChoices, total=False):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How exact the results must be, and how that is checked.
+    """How exact the results must be, and how this is checked.
 
     Args:
-        precision: the only shorter arithmetic that engines may use, "fp32" for none; None for any, where
+        precision: the only shorter arithmetic that engines may use, "fp32" for none. None allows any, and
             measuring decides.
-        tolerance: how far results may be off, as a share of the largest value (in each row of a batch); None
-            for as far as rounding in the model's own arithmetic takes them.
+        tolerance: the largest error of results, as a share of the largest value (in each row of a batch).
+            None allows only what rounding in the model's own arithmetic causes.
         examples: further calls on which the error is measured, as positional arguments.
         verify: whether everything that is built is compared with the model.
     """
@@ -63,10 +63,10 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who decides which engine runs what: a measurement on this machine, or else a strategy.
+    """What decides which engine runs which node: a measurement on this machine, or a strategy.
 
-    `by_default` says that nobody asked to measure: models too small for it are not measured, and engines
-    that are slow to build are then not used.
+    `by_default` says that the user did not ask to measure. Then small models are not measured, and engines
+    that are slow to build are not used for them.
     """
 
     strategy: Strategy
@@ -76,7 +76,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """The options of one compile. `compile` documents them; values that it does not take raise here.
+    """The options of one compile, which `compile` documents. Invalid values raise InputError.
 
     >>> CompileOptions.of(tolerance=0.02).accuracy.tolerance
     0.02
@@ -117,7 +117,7 @@ class CompileOptions:
     def arithmetic(self) -> tuple[str, ...]:
         """The kinds of arithmetic shorter than the model's own that engines may use.
 
-        A measurement shows which pay. Where a strategy decides, a tolerance is a bound and no more.
+        A measurement shows which are faster. With a strategy, a tolerance only bounds the error.
         """
         accuracy, is_measured = self.accuracy, isinstance(self.partition, Measured | None)
         if accuracy.precision is None and not is_measured:
@@ -131,7 +131,7 @@ class CompileOptions:
 
     @property
     def placement(self) -> Placement:
-        """The strategy or measurement that these options ask for.
+        """The strategy or measurement of these options.
 
         With a tolerance there are more candidates to build, so a measurement without a budget gets one.
         """
@@ -144,15 +144,15 @@ class CompileOptions:
 
     @classmethod
     def of(cls, **choices: Any) -> CompileOptions:
-        """The options that a user gave by the names of `compile`'s arguments."""
+        """Options by the names of `compile`'s arguments."""
         return cls().changed(**choices)
 
     @classmethod
     def checked(cls, choices: Mapping[str, Any], function: str, preset: Sequence[str] = ()) -> CompileOptions:
-        """The options given to another function that compiles; InputError, with near names, for others.
+        """The options of another function that compiles; InputError, with near names, for unknown ones.
 
-        `preset` are options that the function sets itself. Engines are looked up at once, so that a wrong
-        name does not show only after a model was run.
+        The function sets the options in `preset` itself. Engines are looked up at once, so that a wrong name
+        is reported before a model runs.
 
         >>> CompileOptions.checked({"engine": "openvino"}, "tune")
         Traceback (most recent call last):
@@ -179,18 +179,18 @@ class CompileOptions:
         return replace(self, accuracy=replace(self.accuracy, **accuracy), **plain)
 
     def keywords(self) -> dict[str, Any]:
-        """The options by the names of `compile`'s arguments, for a function that takes them so."""
+        """The options by the names of `compile`'s arguments."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         accuracy = {name: getattr(self.accuracy, name) for name in Accuracy.__annotations__}
         return {**plain, **accuracy, "options": self.limits}
 
 
 _PLAIN = ("engines", "partition", "rewrite", "cuda_graphs", "build_limit_s", "fallback")
-CALL_ARGUMENTS = ("model", "args", "kwargs", "dynamic_shapes")  # of `compile`, which are no options
+CALL_ARGUMENTS = ("model", "args", "kwargs", "dynamic_shapes")  # arguments of `compile` that are not options
 
 
 def option_names() -> list[str]:
-    """The names of all options that a user may give.
+    """The names of all options of the user's.
 
     >>> "engines" in option_names(), "min_block_size" in option_names(), "model" in option_names()
     (True, True, False)

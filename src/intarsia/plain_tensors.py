@@ -1,7 +1,7 @@
-"""Tensors decomposed: the plain tensors that a subclass, a sparse or a jagged tensor consists of; slices.
+"""Tensors as plain tensors: the parts of a subclass, a sparse or a jagged tensor; and slices of tensors.
 
-A slice of a large tensor stays in a cache. Logits are millions of numbers: comparing them as float64 with a
-dozen temporaries took a third of compiling GPT-2.
+Slices fit into a cache. Comparing millions of logits as float64, with a dozen temporaries, took a third of
+the time of compiling GPT-2.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory of their own that a tensor consists of; a plain tensor is its own only part.
+    """The tensors with memory that a tensor consists of; for a plain tensor, itself.
 
-    A subclass says by torch's protocol, `__tensor_flatten__`, what it holds. Nothing is known of the inside
-    of one without the protocol, nor of a tensor of another layout: such a tensor has no parts.
+    The parts of a subclass are those of torch's protocol, `__tensor_flatten__`. A subclass without the
+    protocol, or a tensor of an unknown layout, has no parts.
 
     >>> [part.tolist() for part in plain_tensors(torch.eye(2).to_sparse_csr())]
     [[0, 1, 2], [0, 1], [1.0, 1.0]]
@@ -36,7 +36,7 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def named_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same with names: `name` for a plain tensor, `name.qdata` and the like for the parts of another.
+    """The same parts with names: `name` for a plain tensor, such as `name.qdata` for a part of another.
 
     >>> [name for name, _ in named_parts("mask", torch.eye(2).to_sparse())]
     ['mask.indices', 'mask.values']
@@ -54,23 +54,23 @@ def named_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Te
     elif tensor.layout in _PARTS:
         whole = tensor.detach()
         if tensor.layout is torch.sparse_coo:
-            whole = whole.coalesce()  # which shares the memory of one that is coalesced already
+            whole = whole.coalesce()  # it shares memory if the tensor is coalesced
         for method in _PARTS[tensor.layout]:
             yield f"{name}.{method}", getattr(whole, method)()
 
 
 def plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict with every tensor decomposed."""
+    """A state dict with every tensor as plain tensors."""
     return {part: plain for name, tensor in state.items() for part, plain in named_parts(name, tensor)}
 
 
 def is_traceable_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass that can be decomposed by torch's protocol."""
+    """Whether a tensor is of a subclass with torch's protocol for its parts."""
     return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
 
 
 def is_opaque(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory that can be read, and nothing says what it consists of.
+    """Whether a tensor has no memory that can be read, and no known parts.
 
     >>> is_opaque(torch.ones(2)), is_opaque(torch.nn.Parameter(torch.ones(2)))
     (False, False)
@@ -86,12 +86,12 @@ def is_opaque(tensor: torch.Tensor) -> bool:
     return False
 
 
-SLICE = 1 << 17  # elements; of fewer, a second thread's start costs more than it gains
-_ELSEWHERE = 1 << 24  # on a device the start of a kernel costs more than its memory does
+SLICE = 1 << 17  # elements; with fewer, starting a second thread costs more than it saves
+_ELSEWHERE = 1 << 24  # on a GPU, where starting a kernel costs more than its memory
 
 
 def slices_of(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Slices of tensors of as many elements, side by side, without their shapes.
+    """Slices of tensors with equal numbers of elements, flattened.
 
     >>> [(a.tolist(), b.tolist()) for a, b in slices_of(torch.ones(2, 1), torch.zeros(2))]
     [([1.0, 1.0], [0.0, 0.0])]

@@ -1,8 +1,8 @@
-"""How a loaded module gets new weights: the top of the package says who does it, the runtime calls it.
+"""Refit of loaded modules: a function that the top of the package sets and the runtime calls.
 
-A process that only loads and runs a module imports neither the compiler nor converters nor patterns. New
-weights need all of them. The runtime lies below the compiler and cannot import it, so `intarsia/__init__.py`,
-which every process runs, sets a function here that imports the compiler when it is first called.
+A process that only loads and runs a module imports neither the compiler nor converters nor patterns, and a
+refit needs all of them. The runtime is below the compiler and cannot import it. So `intarsia/__init__.py`,
+which every process runs, sets a function that imports the compiler at its first call.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _makers: list[Callable[[Any, Any], None]] = []
 
 
 def set_maker(maker: Callable[[Any, Any], None]) -> None:
-    """Let `maker(loaded, captured)` make loaded modules refittable from now on."""
+    """Set the function that makes loaded modules refittable."""
     _makers[:] = [maker]
 
 
 def make_refittable(loaded: Any, captured: Any) -> None:
-    """Let a loaded module take other weights, by the program that its file holds."""
+    """Make a loaded module refittable, by the program in its file."""
     (maker,) = _makers
     maker(loaded, captured)

@@ -1,4 +1,4 @@
-"""What rounding does to the answers of a graph: how far they are from those of a run in float64."""
+"""The effect of rounding on the answers of a graph: their differences from a run in float64."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from intarsia.plain_tensors import slices_of
 
-_STEP = 4  # roundings by which values are moved in further runs
-_TF32 = 2.0**-11  # the rounding of an operand: a float32 is cut to 10 bits after the point
+_STEP = 4  # roundings by which values are changed in further runs
+_TF32 = 2.0**-11  # the rounding of an operand: float32 is cut to 10 bits of mantissa
 _WIDE = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -22,17 +22,17 @@ _WIDE = {
     torch.complex64: torch.complex128,
 }
 _PRODUCTS = ("linear", "mm", "bmm", "addmm", "baddbmm", "matmul", "scaled_dot_product_attention")
-# They read the bits of a number, which are others in float64.
+# Operators that read the bits of a number, which differ in float64.
 _READ_BITS = ("aten::view.dtype", "aten::nextafter", "aten::frexp")
 
 
 class Rounding:
-    """How far rounding moves each element of a graph's answers.
+    """How much rounding changes each element of a graph's answers.
 
-    A run in float64 shows how far the `expected` answers are off: that is what PyTorch's own arithmetic
-    makes of the graph. It does not show steps that were not taken by chance, such as an `argmax` among
-    nearly equal values, nor arithmetic that is coarser than the graph's. So there are further runs, in
-    which every value is moved at random by some of its roundings, or of `coarsest`.
+    A run in float64 shows the error of the `expected` answers, which PyTorch's own arithmetic causes. It does
+    not show steps that are avoided by chance, such as an `argmax` among nearly equal values, nor the effect
+    of arithmetic that is coarser than the graph's. So in further runs, every value is changed at random by
+    some of its roundings, or of `coarsest`.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class Rounding:
         self._runs, self._expected = _Runs(module, inputs, coarsest), expected
 
     def of(self, expected: Sequence[Any]) -> Rounding:
-        """The same for another answer to the same question; the runs are shared."""
+        """The rounding for another answer to the same inputs. The runs are shared."""
         other = Rounding.__new__(Rounding)
         other._runs, other._expected = self._runs, expected
         return other
 
     def error(self, index: int, answer: torch.Tensor) -> torch.Tensor | None:
-        """How far each element of an output is from what float64 makes of it; None where it is not known."""
+        """The difference of each element of an output from float64; None if it is not known."""
         precise = self._runs.precise
         return _change(answer, precise[index]) if index < len(precise) else None
 
     def change(self, index: int, further_runs: int) -> torch.Tensor | None:
-        """The largest change of each element of an output that rounding makes; None where it is not known."""
+        """The largest change of each element of an output by rounding; None if it is not known."""
         change = self.error(index, self._expected[index])
         if change is None:
             return None
@@ -61,7 +61,7 @@ class Rounding:
 
 
 class _Runs:
-    """The answers of a graph in float64, and how far they move when its values do; both are kept."""
+    """The answers of a graph in float64, and their changes when its values are changed; both are cached."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], coarsest: float) -> None:
         self._module, self._inputs, self._coarsest = module, inputs, coarsest
@@ -69,14 +69,14 @@ class _Runs:
 
     @functools.cached_property
     def precise(self) -> Sequence[Any]:
-        """None of them where the graph cannot run so."""
+        """The answers in float64; empty if the graph cannot run in it."""
         try:
             return self._run(None)
-        except Exception:  # an operator mixes types, or takes too much memory: nothing is known
+        except Exception:  # an operator mixes dtypes, or needs too much memory
             return ()
 
     def moved(self, count: int) -> list[torch.Tensor | None]:
-        """By how much each output changes at most in so many runs whose values are moved."""
+        """The largest change of each output in this many runs with changed values."""
         while self._count < count:
             generator = torch.Generator().manual_seed(self._count)
             pairs = zip(self._run(generator), self.precise, strict=True)
@@ -97,12 +97,12 @@ def _larger(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tenso
 
 
 def _change(other: Any, precise: Any) -> torch.Tensor | None:
-    """How far each element is off, where both are finite; of integers and booleans, which differ."""
+    """The difference of each element where both are finite; of integers and booleans, 1 where they differ."""
     if not isinstance(other, torch.Tensor) or not isinstance(precise, torch.Tensor):
         return None
     other, precise = _real(other), _real(precise)
     if other.shape != precise.shape or other.layout is not torch.strided:
-        return None  # as many as the values say
+        return None  # the number of elements depends on values
     if not other.is_floating_point():
         differs: torch.Tensor = other != precise
         return differs.double()
@@ -117,10 +117,10 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Precise(fx.Interpreter):
-    """Runs a graph in float64, weights and inputs included.
+    """Runs a graph in float64, including weights and inputs.
 
-    A node that cannot, or that draws random numbers, runs in its own types. With a generator, every float
-    that is read or made is moved at random.
+    A node without a kernel for it, or that draws random numbers, runs in its own dtypes. With a generator,
+    every float that is read or computed is changed at random.
     """
 
     def __init__(self, module: nn.Module, generator: torch.Generator | None, coarsest: float) -> None:
@@ -133,7 +133,7 @@ class _Precise(fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         schema = getattr(n.target, "_schema", None)
-        if schema is not None and schema.is_mutable:  # a weight is written to where it lies
+        if schema is not None and schema.is_mutable:  # it may write to a weight in place
             for source in n.all_input_nodes:
                 if source.op == "get_attr":
                     self.env[source] = _copied(self.env[source])
@@ -145,7 +145,7 @@ class _Precise(fx.Interpreter):
         if not _keeps_types(n.target):
             try:
                 return self._called(n, self._wide)
-            except Exception:  # there is no such kernel
+            except Exception:  # there is no kernel for float64
                 pass
         return pytree.tree_map_only(torch.Tensor, _widened, self._called(n, self._in_own_type))
 
@@ -171,10 +171,10 @@ class _Precise(fx.Interpreter):
         return value
 
     def _nudged(self, n: fx.Node, value: Any) -> Any:
-        """Each float moved by some roundings of the type it has in the graph.
+        """The value with each float changed by some roundings of its dtype in the graph.
 
-        Whole numbers stay: they are most likely exact, and a step must not flip for a rounding that nobody
-        makes.
+        Integers are not changed: they are most likely exact, and a step must not change by a rounding that
+        does not occur.
         """
         if self._generator is None:
             return value
@@ -207,10 +207,10 @@ class _Body(nn.Module):
 
 
 def may_be_tf32(node: fx.Node) -> bool:
-    """Whether torch's settings let a GPU compute this node in TF32, as they do convolutions by default.
+    """Whether torch's settings let a GPU compute this node in TF32, which is the default for convolutions.
 
-    Which convolutions then do is cuDNN's choice, by shapes, layouts and what is fused: PyTorch's own may be
-    exact where an equal one, fused with a relu, is off by 7e-4 (torch 2.11, H200).
+    cuDNN decides by shapes, layouts and fusion whether a convolution uses it: PyTorch's own may be exact
+    while an equal one, fused with a relu, differs by 7e-4 (torch 2.11, H200).
     """
     described = node.meta.get("val")
     if not isinstance(described, torch.Tensor) or described.dtype != torch.float32 or not described.is_cuda:
@@ -227,12 +227,12 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """In float64 and apart: the graph may write to it."""
+    """A copy in float64, which the graph may write to."""
     return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype), copy=True)
 
 
 def _keeps_types(target: Any) -> bool:
-    """Whether an operator is run in the types of the graph: it draws random numbers, or reads bits."""
+    """Whether an operator runs in the dtypes of the graph: it draws random numbers, or reads bits."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return False

@@ -1,4 +1,4 @@
-"""Peers timed side by side: interleaved rounds in one process, medians, ratios."""
+"""Times of peers, measured side by side: interleaved rounds in one process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-PAUSE_S = 0.01  # how long the threads of a pool that was just used may spin on, beside the next peer
-_LONG_S = 0.1  # who takes so long need not be called several times for the clock, or to be warm
-_ROUNDS, _CHEAP_S = 3, 1.0  # rounds that show a spread are run on a spent budget, too, if they take so little
+PAUSE_S = 0.01  # the threads of a pool may spin for so long after a call
+_LONG_S = 0.1  # a call that takes longer is neither repeated in a round nor warmed up
+_ROUNDS, _SHORT_S = 3, 1.0  # rounds that take less than a second are repeated at least so often
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call took: the median over rounds, the quickest, and every round."""
+    """Seconds of a call: the median over rounds, the best round, and every round."""
 
     median: float
     best: float
@@ -41,36 +41,37 @@ def race(
     known_s: Mapping[str, float] | None = None,
     is_decided: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
 ) -> dict[str, Timing]:
-    """Time peers in turn, round by round and each round in another order: noise affects all peers equally.
+    """The times of peers, measured in turns: each round calls all, in another order, to share the noise.
 
-    A round that `budget_s` has no more time for does not begin, but for the first `least` ones, and the first
-    three where a round takes less than a second: so that one disturbance of the machine does not decide.
-    Fast calls are repeated within a round until they take about 2 ms, so that the clock does not show.
-    With `pause_s` every turn begins with a rest: threads of the peer before may spin on for a while.
-    Who takes `drop` times as long as the quickest, by quickest rounds and in most rounds, leaves the race
-    after two slow rounds. A long first call, to warm up, counts as one of them if it and the round take
-    `drop` squared times as long. A peer that raises leaves the race, too, and is told in `failed`; without
-    such a table its error is the caller's. Who is known by `known_s` to take long has been called before, and
-    is not warmed up.
-    The race ends before its time once `is_decided` by the rounds of those that still run, three at least.
+    No round starts if `budget_s` has no time for it, except the first `least` rounds, and the first three if
+    a round takes less than a second, so that one disturbance of the machine does not decide. Within a round,
+    a fast call is repeated for about 2 ms. With `pause_s`, every turn starts with a pause, in which the
+    threads of the previous peer stop spinning.
+
+    A peer leaves the race after two slow rounds, if it takes `drop` times as long as the fastest peer, by
+    best rounds and in most rounds. A long first call counts as a slow round if the call and the round take
+    `drop` squared times as long. A peer that raises leaves the race too, and `failed` gets its error; without
+    `failed`, the error is raised. A peer with a long time in `known_s` has been called before, and is not
+    warmed up. After three rounds, the race ends once `is_decided` returns True for the rounds of the peers
+    that still run.
 
     >>> sorted(race({"a": lambda: None, "b": lambda: sum(range(10))}, rounds=2, warmup=1))
     ['a', 'b']
     """
     began = _now()
     calls, repeats = dict(peers), dict.fromkeys(peers, 0)
-    first_s = dict.fromkeys(peers, 0.0)  # of a first call that took long
+    first_s = dict.fromkeys(peers, 0.0)  # the seconds of a long first call
     seconds: dict[str, list[float]] = {name: [] for name in peers}
-    behind = dict.fromkeys(peers, 0)  # in how many rounds
-    dice = random.Random(0)
-    for name in peers:  # ahead of the rounds, so that those show the time of a further round
+    slow_rounds = dict.fromkeys(peers, 0)
+    draw = random.Random(0)
+    for name in peers:  # before the rounds, so that these have equal lengths
         with _leaving(name, calls, seconds, failed):
             is_known = (known_s or {}).get(name, 0.0) > _LONG_S
             repeats[name], first_s[name] = (1, 0.0) if is_known else _repeats(calls[name], warmup)
     for number in range(rounds):
         lap = _now()
         names = list(calls)
-        dice.shuffle(names)  # nobody always comes first, or after the same peer, whose threads may spin on
+        draw.shuffle(names)  # so that no peer is always first, or after the same peer
         for name in names:
             with _leaving(name, calls, seconds, failed):
                 time.sleep(pause_s)
@@ -79,15 +80,15 @@ def race(
                     calls[name]()
                 seconds[name].append((_now() - start) / repeats[name])
         running = {name: seconds[name] for name in calls}
-        now_quickest = min((seconds[name][-1] for name in calls), default=0.0)
-        quickest = min((min(seconds[name]) for name in calls), default=0.0)
+        best_now = min((seconds[name][-1] for name in calls), default=0.0)
+        best = min((min(seconds[name]) for name in calls), default=0.0)
         for name in list(calls):
-            behind[name] += seconds[name][-1] > now_quickest * drop
-            is_told = behind[name] > 1 or min(first_s[name], seconds[name][-1]) > quickest * drop**2
-            if is_told and 2 * behind[name] > number + 1 and min(seconds[name]) > quickest * drop:
+            slow_rounds[name] += seconds[name][-1] > best_now * drop
+            is_slow = slow_rounds[name] > 1 or min(first_s[name], seconds[name][-1]) > best * drop**2
+            if is_slow and 2 * slow_rounds[name] > number + 1 and min(seconds[name]) > best * drop:
                 del calls[name]
         now = _now()
-        enough = least if now - lap > _CHEAP_S else max(least, _ROUNDS)
+        enough = least if now - lap > _SHORT_S else max(least, _ROUNDS)
         if not calls or (number + 1 >= enough and now - began + (now - lap) > budget_s):
             break
         if number + 1 >= _ROUNDS and is_decided is not None and is_decided(running):
@@ -102,7 +103,7 @@ def race(
 def _leaving(
     name: str, calls: dict[str, Any], seconds: dict[str, Any], failed: dict[str, Exception] | None
 ) -> Iterator[None]:
-    """A peer that raises leaves the race, where failures are collected."""
+    """Remove a peer that raises from the race, and store its error in `failed`."""
     try:
         yield
     except Exception as error:
@@ -113,9 +114,9 @@ def _leaving(
 
 
 def _repeats(call: Callable[[], object], warmup: int) -> tuple[int, float]:
-    """How often to call within a round; a call that takes long need not be made to find that out.
+    """The number of calls within a round, and the seconds of a long call (0 if no call was long).
 
-    And what that call took, 0 where none took long.
+    After a long call, no further call is made.
     """
     for _ in range(warmup):
         start = _now()

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Span:
-    """A span of time by `time.perf_counter`: what ran, and on which track."""
+    """A span of time by `time.perf_counter`, with its name and track."""
 
     name: str
     track: str
@@ -99,7 +99,7 @@ def segment_name(number: int, engine: str) -> str:
 
 
 def _number(span: Span) -> float:
-    """The place of a segment in its plan; NaN, which is next to nothing, for other spans."""
+    """The number of a segment in its plan; NaN for other spans, so that no number follows it."""
     number = span.name.removeprefix(_PREFIX).partition("::")[0]
     return int(number) if number.isdecimal() else math.nan
 
@@ -140,19 +140,19 @@ def profile(module: nn.Module | None = None) -> Iterator[Profile]:
 
 
 def is_traced() -> bool:
-    """Whether anybody wants to know what runs: a `profile`, or torch's profiler."""
-    # torch sets this private flag while a profiler runs (2.6 to 2.13); without it labels are left out.
+    """Whether a `profile` or torch's profiler records now."""
+    # torch sets this private flag while a profiler runs (2.6 to 2.13); without it, there are no labels.
     return bool(_recording) or getattr(torch_profiler, "_is_profiler_enabled", False)
 
 
 def traced(name: str, track: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function under a name, for those who want to know."""
+    """Call a function, and record its time under a name if a profiler records."""
     if not is_traced():
         return function(*args, **kwargs)
     start = time.perf_counter()
     with torch_profiler.record_function(name):
         result = function(*args, **kwargs)
     end = time.perf_counter()
-    for recorded in dict.fromkeys(_recording):  # once, also where its module is called by two threads
+    for recorded in dict.fromkeys(_recording):  # once, also if two threads call its module
         recorded.spans.append(Span(name, track or threading.current_thread().name, start, end))
     return result

@@ -13,6 +13,7 @@ import onnx
 import pytest
 import torch
 from tests.archive.forge import members, sealed
+from tests.layouts import Compressed
 from torch import nn
 
 import intarsia
@@ -169,6 +170,40 @@ def test_a_weight_stands_once_in_the_file_though_it_is_joined_with_others(
         loaded = intarsia.load(tmp_path / "m", packed=packed)
         assert torch.allclose(loaded(x), fast(x))
         assert all(torch.equal(w, model.state_dict()[name]) for name, w in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_weight_in_few_bits_stands_once_in_the_file(engine: str, tmp_path: Path) -> None:
+    """The model holds its integers in another shape and dtype than what the engine is given."""
+    model, x = Compressed(512, 1024, 128, 4).eval(), torch.randn(2, 512)
+    fast = intarsia.compile(model, (x,), engines=engine, min_block_size=1)
+    assert "1 in 4 bits" in str(fast.plan)
+    intarsia.save(fast, tmp_path / "m")
+    assert (tmp_path / "m").stat().st_size < 1.2 * sum(buffer.nbytes for buffer in model.buffers())
+    for packed in (True, False):
+        loaded = intarsia.load(tmp_path / "m", packed=packed)
+        assert torch.equal(loaded(x), fast(x))
+        assert all(torch.equal(w, model.state_dict()[name]) for name, w in loaded.state_dict().items())
+    other = Compressed(512, 1024, 128, 4).eval()
+    loaded.refit(other)
+    torch.testing.assert_close(loaded(x), other(x))
+
+
+def test_bytes_that_are_not_those_of_another_tensor_are_refused(tmp_path: Path) -> None:
+    model, x = Compressed(512, 1024, 128, 4).eval(), torch.randn(2, 512)
+    intarsia.save(intarsia.compile(model, (x,), engines="onnxruntime", min_block_size=1), tmp_path / "m")
+    data = (tmp_path / "m").read_bytes()
+    for place, value in ((2, [2, 2]), (2, [-1, -262144]), (1, "F32"), (0, "weight_scale")):
+
+        def edit(
+            manifest: dict[str, object], found: dict[str, bytes], place: int = place, value: object = value
+        ) -> None:
+            told: dict[str, dict[str, list[object]]] = manifest["tensors"]  # type: ignore[assignment]
+            next(entry for entry in told.values() if "alike" in entry)["alike"][place] = value
+
+        (tmp_path / "forged").write_bytes(sealed(data, edit))
+        with pytest.raises(ArchiveError, match="does not consist of the bytes of"):
+            intarsia.load(tmp_path / "forged")
 
 
 @pytest.mark.openvino

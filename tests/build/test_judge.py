@@ -13,8 +13,11 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import intarsia
+from intarsia.build.judge import Judge
+from intarsia.capture.example import Call
 from intarsia.engines import GraphEngine, Program
 from intarsia.errors import PartitionError
+from intarsia.lower import Lowered
 from intarsia.lower.decompositions import register_decomposition, unregister_decomposition
 
 
@@ -163,6 +166,24 @@ def test_the_ends_of_a_range_are_judged() -> None:
     fast = intarsia.compile(Largest(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: batch}})
     x = torch.randn(8, 4)
     torch.testing.assert_close(fast(x), Largest()(x))
+
+
+def test_the_graph_is_not_run_at_sizes_where_the_compiled_module_answers_as_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph_answer, rows = Judge.graph_answer, []
+
+    def counted(self: Judge, lowered: Lowered, call: Call) -> tuple[Any, ...]:
+        rows.append(len(call[0][0] if call[0] else call[1]["x"]))
+        return graph_answer(self, lowered, call)
+
+    monkeypatch.setattr(Judge, "graph_answer", counted)
+    batch, model = torch.export.Dim("batch", min=2, max=64), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    fast = intarsia.compile(model.eval(), (torch.randn(3, 4),), dynamic_shapes=({0: batch},))
+    assert fast.runs_graph and max(rows) == 3, rows
+    rows.clear()
+    fast = intarsia.compile(Largest(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: batch}})
+    assert max(rows) == 64 and "differs from the model" in str(fast.plan), "here it is to blame"
 
 
 class Resized(nn.Module):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 from intarsia.capture.protect import undisturbed
+from intarsia.checkpoint.linear import PackedLinear
 from intarsia.errors import CaptureError
 
 
@@ -56,3 +59,16 @@ def test_large_integers_that_only_a_later_run_writes_to_are_an_error() -> None:
         model(torch.zeros(1))
     with pytest.raises(CaptureError, match="large buffer of integers"), undisturbed(model):
         model(torch.zeros(1))
+
+
+def test_packed_weights_of_a_checkpoint_are_not_copied_at_all() -> None:
+    class Wrong(PackedLinear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight_packed.add_(1)
+            return super().forward(x)
+
+    for kind in (PackedLinear, Wrong):
+        layer = kind(nn.Linear(1024, 1024, bias=False), 4, 128, {"weight_packed"}, True, False)
+        with pytest.raises(CaptureError) if kind is Wrong else nullcontext(), undisturbed(layer) as held:
+            layer(torch.zeros(1, 1024))
+            assert held(layer.weight_packed).data_ptr() == layer.weight_packed.data_ptr()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from intarsia import timing
-from intarsia.choose.findings import Entry, Findings, Trial, findings_text, winner
+from intarsia.choose.findings import Findings, Trial, findings_text, winner
 
 HICCUP = 0.117
 
@@ -48,7 +48,7 @@ def _kept(machine: Machine, times: dict[str, float], rounds: int, budget_s: floa
         calls = {name: machine.call(name, seconds) for name, seconds in times.items()}
         took = timing.race(calls, rounds=rounds, budget_s=budget_s, least=1, warmup=1, drop=1.6)
     order = list(times)
-    return winner([Entry(name, 1 + order.index(name), took[name].seconds) for name in times]).name
+    return winner([Trial(name, 1 + order.index(name), took[name].seconds) for name in times]).name
 
 
 @pytest.mark.parametrize("hiccup", range(40))
@@ -106,6 +106,9 @@ def test_a_slow_peer_is_dropped_after_one_round_and_a_quick_one_after_two() -> N
 
 
 def test_a_busy_last_race_is_told() -> None:
-    trials = (Trial("a", 1, (0.117, 0.117), 1.0, final=True, quickest=0.001), Trial("b", 1, (0.0014,), 1.0))
+    trials = (
+        Trial("a", 1, (0.117, 0.117), build_s=1.0, final=True, quickest=0.001),
+        Trial("b", 1, (0.0014,), build_s=1.0),
+    )
     text = findings_text(Findings("latency", trials, "a"))
     assert "the machine was busy: its quickest round took 1.000" in text

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intarsia.choose.findings import Entry, is_decided, is_faster, winner
+from intarsia.choose.findings import Trial, is_decided, is_faster, winner
 
 
 @pytest.mark.parametrize(
@@ -29,17 +29,17 @@ from intarsia.choose.findings import Entry, is_decided, is_faster, winner
     ],
 )
 def test_table(rows: list[tuple[str, int, int, tuple[float, ...]]], expected: str) -> None:
-    entries = [Entry(name, segments, seconds, options) for name, segments, options, seconds in rows]
+    entries = [Trial(name, segments, seconds, options) for name, segments, options, seconds in rows]
     assert winner(entries).name == expected
 
 
 def test_the_usual_plan_stays_unless_another_wins_by_more_than_the_spread() -> None:
     """Three rounds of BERT-base on a busy machine: one of them tells the opposite of the other two."""
-    usual = Entry("openvino", 1, (156.1, 201.2, 163.4))
-    other = Entry("onnxruntime", 1, (177.9, 154.6, 156.9))
+    usual = Trial("openvino", 1, (156.1, 201.2, 163.4))
+    other = Trial("onnxruntime", 1, (177.9, 154.6, 156.9))
     assert winner([usual, other]).name == "onnxruntime"
     assert winner([other, usual], usual="openvino").name == "openvino"
-    quick = Entry("onnxruntime", 1, (150.0, 154.6, 156.9))
+    quick = Trial("onnxruntime", 1, (150.0, 154.6, 156.9))
     assert winner([usual, quick], usual="openvino").name == "onnxruntime"
 
 
@@ -47,11 +47,11 @@ times = st.floats(min_value=1e-6, max_value=10.0)
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> list[Entry]:
+def entries(draw: st.DrawFn) -> list[Trial]:
     rounds = draw(st.integers(1, 6))
     count = draw(st.integers(1, 6))
     return [
-        Entry(
+        Trial(
             f"plan {i}",
             draw(st.integers(1, 4)),
             tuple(draw(st.lists(times, min_size=rounds, max_size=rounds))),
@@ -62,7 +62,7 @@ def entries(draw: st.DrawFn) -> list[Entry]:
 
 
 @given(entries())
-def test_nothing_as_simple_was_faster_and_nothing_clearly_faster_was_there(plans: list[Entry]) -> None:
+def test_nothing_as_simple_was_faster_and_nothing_clearly_faster_was_there(plans: list[Trial]) -> None:
     kept = winner(plans)
     for plan in plans:
         assert not (plan.size <= kept.size and plan.median < kept.median)
@@ -71,7 +71,7 @@ def test_nothing_as_simple_was_faster_and_nothing_clearly_faster_was_there(plans
 
 
 @given(entries(), st.randoms(use_true_random=False))
-def test_the_order_of_the_plans_changes_no_figure(plans: list[Entry], random: object) -> None:
+def test_the_order_of_the_plans_changes_no_figure(plans: list[Trial], random: object) -> None:
     shuffled = list(plans)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     one, other = winner(plans), winner(shuffled)
@@ -81,13 +81,13 @@ def test_the_order_of_the_plans_changes_no_figure(plans: list[Entry], random: ob
 def test_rounds_are_compared_in_pairs() -> None:
     """The machine slows down for both alike, which is not a spread between them."""
     drifting = (1.0, 2.0, 4.0, 8.0)
-    one = Entry("one", 2, tuple(0.95 * s for s in drifting))
-    assert is_faster(one, Entry("other", 1, drifting))
+    one = Trial("one", 2, tuple(0.95 * s for s in drifting))
+    assert is_faster(one, Trial("other", 1, drifting))
 
 
 @given(entries(), st.integers(0, 6), st.data())
 def test_a_race_that_is_decided_would_have_ended_alike(
-    plans: list[Entry], left: int, data: st.DataObject
+    plans: list[Trial], left: int, data: st.DataObject
 ) -> None:
     """Whatever the rounds that are left would show, unless another plan is ahead by far in the end."""
     kept, run = winner(plans), data.draw(st.integers(0, left))
@@ -113,10 +113,10 @@ def test_a_race_that_is_decided_would_have_ended_alike(
 def test_a_race_of_nine_rounds_ends_where_the_simplest_plan_stays(
     simple: tuple[float, ...], other: tuple[float, ...], decided: bool
 ) -> None:
-    plans = [Entry("one", 1, simple), Entry("mix", 2, other)]
+    plans = [Trial("one", 1, simple), Trial("mix", 2, other)]
     assert is_decided(plans, rounds=9) is decided
-    variant = [Entry("usual", 1, simple), Entry("option", 1, other, options=1)]
+    variant = [Trial("usual", 1, simple), Trial("option", 1, other, options=1)]
     assert is_decided(variant, rounds=9) is decided
     # Of two engines the usual one stays; without one the better median decides, which may still change.
-    assert is_decided([Entry("a", 1, other), Entry("b", 1, simple)], rounds=9, usual="b") is decided
-    assert not is_decided([Entry("a", 1, other), Entry("b", 1, simple)], rounds=9)
+    assert is_decided([Trial("a", 1, other), Trial("b", 1, simple)], rounds=9, usual="b") is decided
+    assert not is_decided([Trial("a", 1, other), Trial("b", 1, simple)], rounds=9)

@@ -146,7 +146,7 @@ def test_bench_with_padding(intarsia: Command) -> None:
     peers = json.loads(intarsia.good(*words, "--seconds", 0.2, "--json"))["peers"]
     assert all(peer["error"] < 1e-5 for peer in peers.values())
     refused = intarsia("bench", "resnet50", "--no-full", "--padded", 3)
-    assert refused.code and "takes no tokens with an attention_mask" in refused.err
+    assert refused.code and "does not take tokens with an attention_mask" in refused.err
 
 
 def test_explain(intarsia: Command, models: str) -> None:

@@ -56,7 +56,7 @@ def test_json():
         (["run", "--microbatches", "0"], "--microbatches=0"),
         (["run", "--schedule", "Fancy"], "Fancy"),
         (["run", "--ranks", "4", "--microbatches", "3"], "microbatches=3 is less than 4"),
-        (["run", "nosuch"], "'nosuch' is no model type of Hugging Face"),
+        (["run", "nosuch"], "'nosuch' is not a model type of Hugging Face"),
         (["run", "nosuch.py:make"], "nosuch.py"),
     ],
 )

@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from intarsia.cli.pipeline import app
-from intarsia.cli.pipeline_model import make_job
+from intarsia.cli.pipeline_model import job_of
 from intarsia.cli.pipeline_train import text_curve
 from intarsia.errors import InputError
 
@@ -38,7 +38,7 @@ def run(*options: str, folder: Path) -> str:
 
 def plain_losses(name: str, steps: int, **options) -> list[float]:
     """The losses of the plain loop."""
-    job = make_job(name, **options)
+    job = job_of(name, **options)
     optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
     losses = []
     for step in range(steps):
@@ -72,7 +72,7 @@ def test_a_gpt2_is_trained_saved_and_resumed(tmp_path, monkeypatch, capfd):
     )
     told = capfd.readouterr().out  # the ranks are processes of their own
     assert again.exit_code == 0, told
-    assert "goes on after step 3" in told and "wrote loss.svg" in told and " |*" in told
+    assert "continues after step 3" in told and "wrote loss.svg" in told and " |*" in told
     assert "loss over 5 steps" in (tmp_path / "loss.svg").read_text(encoding="utf-8")
     latest = json.loads((tmp_path / "run" / "latest.json").read_text(encoding="utf-8"))
     # The plain loop without an interruption.
@@ -106,7 +106,7 @@ def test_a_rank_that_dies_is_begun_anew_by_torchrun(tmp_path):
         command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "goes on after step 2" in done.stdout
+    assert "continues after step 2" in done.stdout
     latest = json.loads((tmp_path / "run" / "latest.json").read_text(encoding="utf-8"))
     want = plain_losses(f"{EXAMPLES / 'own_model.py'}:make", 5)
     assert latest["losses"] == pytest.approx(want, rel=1e-4)
@@ -122,7 +122,7 @@ def test_a_model_of_the_users_own_is_trained(tmp_path):
 
 
 def test_names_of_models(tmp_path, monkeypatch):
-    job = make_job(f"{EXAMPLES / 'own_model.py'}:make")
+    job = job_of(f"{EXAMPLES / 'own_model.py'}:make")
     batch = job.data(3)
     assert batch.args[0].shape == (32, 32) and job.loss_weight is None
     assert torch.equal(batch.args[0], job.data(3).args[0])
@@ -131,7 +131,7 @@ def test_names_of_models(tmp_path, monkeypatch):
         "from torch import nn\nnumber = 3\ndef none():\n    return 3\ndef bytes_model():\n"
         "    return nn.Sequential(nn.Embedding(256, 4), nn.Linear(4, 256))\n"
     )
-    job = make_job("mine_for_pipeline:bytes_model", batch=2, length=8)
+    job = job_of("mine_for_pipeline:bytes_model", batch=2, length=8)
     assert isinstance(job.model, nn.Module) and job.data(0).args[0].shape == (2, 8)
     assert not torch.equal(job.data(0).target, job.data(1).target)
     for name, sentence in (
@@ -139,12 +139,12 @@ def test_names_of_models(tmp_path, monkeypatch):
         ("mine_for_pipeline:none", r"must return \(model, data, loss\) or a model, not int"),
         ("nowhere_at_all:make", "there is no module 'nowhere_at_all'"),
         ("nowhere.py:make", "there is no file nowhere.py"),
-        ("gpt3", "'gpt3' is no model type of Hugging Face"),
+        ("gpt3", "'gpt3' is not a model type of Hugging Face"),
         ("gpt2:layers=3", "the configuration of gpt2 has no 'layers'"),
         ("gpt2:n_layer=1,n_embd=8,n_head=2,vocab_size=100", "a text of bytes needs vocab_size=256"),
     ):
         with pytest.raises(InputError, match=sentence):
-            make_job(name)
+            job_of(name)
     small = "gpt2:n_layer=1,n_embd=8,n_head=2,n_positions=32"
     for options, sentence in (
         ({"length": 64}, "--length=64 is more than the 32 positions"),
@@ -152,10 +152,10 @@ def test_names_of_models(tmp_path, monkeypatch):
         ({"text": tmp_path / "mine_for_pipeline.py", "length": 32}, None),
     ):
         if sentence is None:
-            assert make_job(small, **options).data(0).args[0].shape == (16, 32)
+            assert job_of(small, **options).data(0).args[0].shape == (16, 32)
             continue
         with pytest.raises(InputError, match=sentence):
-            make_job(small, **options)
+            job_of(small, **options)
 
 
 def test_a_curve_is_a_picture(tmp_path):

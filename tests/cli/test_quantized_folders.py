@@ -48,4 +48,4 @@ def test_a_dtype_that_does_not_fit(intarsia: Command, tmp_path: Path) -> None:
     refused = intarsia("explain", tmp_path, "--dtype=float8")
     assert refused.code != 0 and "--dtype float8 is none of float32, float16, bfloat16" in refused.err
     refused = intarsia("explain", "bert", "--dtype=float16")
-    assert refused.code != 0 and "--dtype is for Hugging Face folders, and bert is none" in refused.err
+    assert refused.code != 0 and "only for Hugging Face folders, and bert is not one" in refused.err

@@ -81,7 +81,7 @@ _MAY_NAME = (
     "fuzz/draw.py",  # the line-ups that are drawn
     "archive/engines.py",  # until it asks for `version()`
     "archive/files.py",  # the public option `save(inductor=...)`
-    "backend/options.py",  # a message about torch.compile's own options
+    "backend/dynamo_backend.py",  # a message about torch.compile's own options
 )
 # Names and folders of torch itself.
 _OF_TORCH = re.compile(r"cudnn|cudnn_enabled?|_scaled_dot_product_cudnn\w*|torch/_inductor/")

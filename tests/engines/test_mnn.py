@@ -17,6 +17,7 @@ from torch import nn
 
 import intarsia
 from intarsia.engines import MNN, default_engines, with_unasked_engines
+from intarsia.engines.mnn import engine as engine_module
 from intarsia.errors import EngineError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
@@ -366,10 +367,18 @@ def test_a_converter_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) ->
         MNN().build(net)
 
 
-def test_a_search_tries_it_where_convolutions_are_many() -> None:
+def test_a_search_tries_it_where_convolutions_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "has_bfloat16_tiles", lambda: False)
     vision = nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(8)])
     text = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
     usable = default_engines()
     assert "mnn" not in [engine.name for engine in usable]
     assert "mnn" in [engine.name for engine in with_unasked_engines(usable, "cpu", vision)]
     assert "mnn" not in [engine.name for engine in with_unasked_engines(usable, "cpu", text)]
+    assert "mnn" in [engine.name for engine in with_unasked_engines(usable, "cpu")], "a budget tries all"
+
+
+def test_a_search_leaves_it_out_on_processors_where_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(8)])
+    monkeypatch.setattr(engine_module, "has_bfloat16_tiles", lambda: True)
+    assert "mnn" not in [engine.name for engine in with_unasked_engines(default_engines(), "cpu", vision)]

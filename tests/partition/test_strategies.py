@@ -186,7 +186,7 @@ def test_atomic_chains_are_never_cut_apart() -> None:
     plan = dependency(gm, table, PartitionOptions(min_block_size=1, atomic=(chain,)))
     assert [s.engine for s in plan.segments] == ["pytorch"]
     conv = plan.segments[0].nodes[0]
-    assert plan.segments[0].reasons[conv] == {"a": "kept with aten.relu.default (no converter)"}
+    assert plan.segments[0].reasons[conv] == {"a": "it stays with aten.relu.default (no converter)"}
 
 
 def test_an_atomic_group_with_a_hole_is_an_error() -> None:

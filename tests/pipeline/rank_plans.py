@@ -50,6 +50,6 @@ def clusters() -> None:
         ran.add((name, replicas, plan.layout.checkpoint))
     assert {name for name, *_ in ran} == set(SCHEDULES)
     assert {checkpoint for *_, checkpoint in ran} == {False, True}, ran
-    with pytest.raises(PartitionError, match=r"memory=10 a device is too little on 2 devices"):
+    with pytest.raises(PartitionError, match=r"memory=10 per device is too little on 2 devices"):
         plan_pipeline(model, (x,), cluster=Cluster.of({"devices": 2, "memory": 10, "link": FREE}), agree=True)
     print(f"{len(ran)} kinds of plans ran, replicas {sorted({r for _, r, _ in ran})}", flush=True)

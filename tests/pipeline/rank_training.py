@@ -347,7 +347,7 @@ def checkpoints(folder):
         assert torch.equal(p, dict(plain.named_parameters())[n])
     with pytest.raises(InputError, match="unexpected"):
         again.load_state_dict(plain.state_dict() | {"more": x})
-    with pytest.raises(InputError, match="holds no checkpoint"):
+    with pytest.raises(InputError, match="has no checkpoint"):
         again.load(folder + "/nothing")
     print("checkpoints ok", flush=True)
 

@@ -177,7 +177,7 @@ def compiled():
 
 
 def refuses(fast, pipe, x):
-    with pytest.raises(PartitionError, match="leave out loss_fn and call infer"):
+    with pytest.raises(PartitionError, match="omit loss_fn and call infer"):
         fast.distributed("1F1B", 2, loss_fn=loss_of)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(PartitionError, match="without autocast"):
         pipe.infer(x)

@@ -139,7 +139,7 @@ def lengths():
     result = pipe.step(x[:4], target=target[:4])  # of one sample each
     if pipe.is_last:
         torch.testing.assert_close(result.output, model(x[:4]))
-    with pytest.raises(InputError, match="the batch holds 8 samples, and the target 5"):
+    with pytest.raises(InputError, match="the batch has 8 samples, and the target 5"):
         pipe.step(x, target=target[:5])
     longer = torch.cat([x, x, x])
     model.zero_grad()
@@ -206,9 +206,9 @@ def odd():
 
 def refusals():
     model, args, _ = make("mlp")
-    with pytest.raises(PartitionError, match="one stage a rank: 3 stages, 2 ranks"):
+    with pytest.raises(PartitionError, match="one stage per rank: 3 stages, 2 ranks"):
         split(model, args, stages=3, by="memory").distributed("1F1B")
-    with pytest.raises(PartitionError, match="two stages a rank: 2 stages, 2 ranks"):
+    with pytest.raises(PartitionError, match="two stages per rank: 2 stages, 2 ranks"):
         split(model, args, stages=2, by="memory").distributed("ZBV")
     with pytest.raises(PartitionError, match="schedule='2F2B' is none of"):
         split(model, args, stages=2, by="memory").distributed("2F2B")

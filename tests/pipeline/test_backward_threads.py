@@ -10,7 +10,7 @@ from pipeline_compare import threads_end
 from torch import nn
 
 from intarsia.pipeline import GPipe
-from intarsia.pipeline.gpipe.checkpoint import graph_is_kept
+from intarsia.pipeline.gpipe.checkpoint import retains_graph
 
 CONCURRENT = [("always", None), ("except_last", None), ("never", True)]
 
@@ -161,12 +161,12 @@ def test_two_pipelines_in_one_graph():
     torch.testing.assert_close(grads, [x.grad, *(p.grad for p in [*one.parameters(), *two.parameters()])])
 
 
-def test_autograd_tells_whether_the_graph_is_kept():
+def test_autograd_tells_whether_the_retains_graph():
     """The one private name of torch used here; should it go, graphs are kept longer, and this notices."""
     seen = []
     for retain in (False, True):
         x = torch.rand(1, requires_grad=True)
-        on_backward(lambda: seen.append(graph_is_kept()))(x).backward(retain_graph=retain)
+        on_backward(lambda: seen.append(retains_graph()))(x).backward(retain_graph=retain)
     assert seen == [False, True]
 
 

@@ -206,7 +206,7 @@ def test_a_damaged_cache_is_replaced():
     assert json.loads(cache_path().read_text()) == {"key": 1.5}
     assert CostCache().get("key") == 1.5 and CostCache(enabled=False).get("key") is None
     cache_path().write_text("[1, 2]")
-    assert CostCache().known == {}
+    assert CostCache().costs == {}
 
 
 def test_code_is_content():
@@ -218,4 +218,4 @@ def test_code_is_content():
 
     for code in ("x + 1", "x + 2", "x * 2"):
         profile_times(layer(code), torch.rand(2), 0, cpu)
-    assert len(CostCache().known) == 3
+    assert len(CostCache().costs) == 3

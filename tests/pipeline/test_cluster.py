@@ -23,9 +23,9 @@ from intarsia.pipeline.plan.space import (
     LayerLine,
     Layout,
     Space,
+    least_memory_of,
+    least_seconds_of,
     merge,
-    near_memory,
-    near_seconds,
 )
 from intarsia.pipeline.planner import plan_pipeline
 from intarsia.pipeline.schedules import SCHEDULES, Action, Slot, schedule, slot_table
@@ -63,12 +63,18 @@ def test_a_cluster_is_read_from_a_file(tmp_path):
         ({"devices": 2, "memory": 1}, "the cluster has no 'within'"),
         (
             {"devices": 2, "memory": 1, "per_host": 1},
-            "the cluster has no 'between': 2 devices are on hosts of 1",
+            "the cluster has no 'between': the link between hosts",
         ),
         ({"devices": 2, "memory": 1, "link": FAST, "within": FAST}, "has 'link', for all, and 'within'"),
         ({"devices": 2, "memory": 1, "link": {"latency": 1}}, "within has no 'bandwidth'"),
-        ({"devices": 2, "memory": 1, "link": {"bandwith": 1}}, "within has 'bandwith', .*mean 'bandwidth'"),
-        ({"devices": 2, "memory": 1, "link": FAST, "spead": 2}, "has 'spead', .*did you mean 'speed'"),
+        (
+            {"devices": 2, "memory": 1, "link": {"bandwith": 1}},
+            "unknown entry 'bandwith'; .*mean 'bandwidth'",
+        ),
+        (
+            {"devices": 2, "memory": 1, "link": FAST, "spead": 2},
+            "unknown entry 'spead'; .*mean 'speed'",
+        ),
         (
             {"devices": 2, "memory": 1, "link": FAST, "handover": -1},
             "handover=-1 must be a number of at least 0",
@@ -241,11 +247,11 @@ def test_bounds_are_below_what_is_simulated(space):
             time = float((np.maximum.reduceat(ends, slots.begins[:-1]) + averaging).max())
             memory = peak_memory(slots, table, layout.checkpoint, 4)
             memory = memory.reshape(layout.per_rank, layout.ranks).sum(axis=0)
-            near = near_seconds(layout, table, links, averaging)
+            near = least_seconds_of(layout, table, links, averaging)
             assert float(space.least_seconds(layout, ranks)[0]) <= time * (1 + 1e-9)
             assert near <= time * (1 + 1e-9)
             assert float(space.least_memory(layout, ranks)[0]) <= memory.max()
-            assert (near_memory(layout, table, 4) <= memory).all()
+            assert (least_memory_of(layout, table, 4) <= memory).all()
 
 
 @pytest.mark.slow

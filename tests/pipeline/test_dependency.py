@@ -16,7 +16,6 @@ from intarsia.pipeline.gpipe.stream import (
     CPUStream,
     Wait,
     current_stream,
-    default_stream,
     get_device,
     is_cuda,
     new_stream,
@@ -125,7 +124,7 @@ def test_phony():
 
 
 def test_cpu_streams():
-    assert new_stream(cpu) is current_stream(cpu) is default_stream(cpu) is CPUStream
+    assert new_stream(cpu) is current_stream(cpu) is CPUStream
     assert get_device(CPUStream) == cpu and not is_cuda(CPUStream)
     with use_device(cpu), use_stream(CPUStream):
         wait_stream(CPUStream, CPUStream)

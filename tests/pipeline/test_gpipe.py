@@ -289,7 +289,7 @@ def test_state_dict_loads_under_any_balance_and_from_the_plain_module():
 
 
 def test_other_devices():
-    with pytest.raises(ValueError, match="CPU and CUDA"):
+    with pytest.raises(ValueError, match="on the CPU and on CUDA"):
         GPipe(linears(2), [1, 1], devices=["cpu", "meta"])
     layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
     model = GPipe(layers, [1, 2], devices=["meta", "meta"], chunks=2, checkpoint="always")

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intarsia.pipeline.gpipe.microbatch import Batch, check, gather, scatter
+from intarsia.pipeline.gpipe.microbatch import Batch, gather, scatter
 
 a, b = torch.tensor(42), torch.tensor(21)
 
 
 def test_atomic_batch():
     batch = Batch(a)
-    assert batch.atomic and batch.tensor is a and batch.value is a and batch.tensor_or_tensors is a
+    assert batch.atomic and batch.tensor is a and batch.value is a
     assert list(batch) == [a] and len(batch) == 1 and batch[0] is a
     with pytest.raises(AttributeError):
         _ = batch.tensors
@@ -53,14 +53,6 @@ def test_replacing_tensors():
     with pytest.raises(TypeError):
         one[0] = "hello"
     assert one.tensor.item() == 7, "a refused change changes nothing"
-
-
-def test_check():
-    check(a)
-    check((a, b))
-    for wrong in (42, "str", (a, 2), None, [a]):
-        with pytest.raises(TypeError):
-            check(wrong)
 
 
 def test_scatter_tuple_in_proportion():

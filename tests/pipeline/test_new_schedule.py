@@ -99,7 +99,7 @@ def test_it_runs_from_the_command_line():
         ([Slot(0, Action.FORWARD, 0)], "runs the backward pass of stage 0 on micro-batch 0 0 times"),
         (
             [Slot(0, Action.BACKWARD, 0), Slot(0, Action.FORWARD, 0)],
-            "stage 0 on micro-batch 0 backward before",
+            "stage 0 on micro-batch 0 before a pass",
         ),
         ([Slot(1, Action.FORWARD, 0)], "runs 1F0 on rank 0; stage 1 is on rank 1"),
     ],

@@ -113,7 +113,7 @@ def test_refusals():
     with pytest.raises(PartitionError, match="1 costs for 2 stages"):
         simulate(schedule("1F1B", 2, 2), [UNIT])
     crossed = Schedule("crossed", 2, 1, ((Slot(0, B, 0), Slot(0, F, 0)), (Slot(1, F, 0), Slot(1, B, 0))))
-    with pytest.raises(PartitionError, match="stuck before 0B0, 1F0"):
+    with pytest.raises(PartitionError, match="cannot run 0B0, 1F0"):
         simulate(crossed, [UNIT] * 2)
 
 

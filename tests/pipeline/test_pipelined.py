@@ -97,7 +97,7 @@ def test_one_sample_is_refused_where_a_copy_of_it_would_count():
     for part in (batch[:3], batch[3:]):
         plain(part)
     torch.testing.assert_close(model[1].running_mean, plain[1].running_mean)
-    with pytest.raises(InputError, match=r"micro-batch 0 of 1: .*length of 1 where the capture holds for 2"):
+    with pytest.raises(InputError, match=r"micro-batch 0 of 1: .*length of 1, but the stages were cut for 2"):
         pipe(batch[:1])
 
 

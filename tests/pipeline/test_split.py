@@ -137,11 +137,11 @@ def test_batch_length_stays_open():
     model, _, parts, _, _ = cut_in_three("llama")
     tokens = torch.randint(0, 64, (7, 12))
     assert torch.equal(parts(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
-    with pytest.raises(InputError, match="length of 1 where the capture holds for 2 or more"):
+    with pytest.raises(InputError, match="length of 1, but the stages were cut for 2 or more"):
         parts(tokens[:1], use_cache=False)
     with pytest.raises(InputError, match=r"input_ids has shape \(7, 5\)"):
         parts(tokens[:, :5], use_cache=False)
-    with pytest.raises(InputError, match="use_cache=True is not what the stages were cut for: False"):
+    with pytest.raises(InputError, match="use_cache=True, but the stages were cut for False"):
         parts(tokens, use_cache=True)
     with pytest.raises(InputError, match="is float32"):
         parts(tokens.float(), use_cache=False)
@@ -160,7 +160,7 @@ def test_the_other_mode_is_refused():
     model, args, _ = make("resnet")
     parts = split(model, args, stages=2)
     parts.eval()
-    with pytest.raises(InputError, match="cut in training mode and is asked to run in evaluation mode"):
+    with pytest.raises(InputError, match="cut in training mode and cannot run in evaluation mode"):
         parts(*args)
     quiet = split(model.eval(), args, stages=2)
     assert torch.equal(quiet(*args), model(*args))

@@ -133,7 +133,10 @@ def test_a_buffer_on_two_devices_is_refused():
     model, ids = TiedTree(), torch.randint(0, 16, (4, 3))
     model.block[1] = nn.BatchNorm1d(3)
     parts = split(model, (ids,), cuts=["middle"], by="memory")
-    with pytest.raises(PartitionError, match=r"stages 0 and 1 both hold the buffer block\.1\.running_mean"):
+    with pytest.raises(
+        PartitionError,
+        match=r"stages 0 and 1 both hold the buffer block\.1\.running_mean",
+    ):
         parts.gpipe(chunks=1, devices=["cpu", "cpu:0"])
 
 
@@ -341,7 +344,7 @@ def test_the_order_of_keywords_and_answers_that_are_no_tensors():
     want, got = model(x, mask, bias), parts(x, bias=bias, mask=mask)
     assert got["none"] is None and got["rows"] == 4 and torch.equal(got["y"], want["y"])
     assert all(torch.equal(a, b) for a, b in zip(got["both"], want["both"], strict=True))
-    with pytest.raises(InputError, match=r"answers 3, no tensor, where the example's answer was 4"):
+    with pytest.raises(InputError, match=r"returns 3; for the example, it returned 4"):
         parts(x[:3], bias=bias[:3], mask=mask[:3])
 
 
@@ -507,7 +510,7 @@ def test_a_generator_of_its_own_is_refused():
             noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(1))
             return self.b(self.a(x) + noise)
 
-    with pytest.raises(CaptureError, match="it makes a Generator that tracing would freeze"):
+    with pytest.raises(CaptureError, match="it creates a Generator that tracing would freeze"):
         split(Own(), (torch.randn(4, 4),), stages=2, by="memory")
 
 

@@ -178,7 +178,7 @@ def test_a_module_with_the_same_parts_is_located(
 def test_a_plain_function_shows_its_results_alone(net: Net, x: torch.Tensor) -> None:
     report = intarsia.check(net, (x,), lambda x: net(x) * 1.01, edges=False)
     assert not report.equal and report.difference is None
-    assert "a plain function shows its results alone" in report.notes[0]
+    assert "a plain function shows only its results" in report.notes[0]
 
 
 def test_a_difference_that_a_comparison_of_examples_misses(net: Net, x: torch.Tensor) -> None:
@@ -196,7 +196,7 @@ def test_what_cannot_be_checked_is_a_sentence(net: Net, x: torch.Tensor, tmp_pat
     with pytest.raises(InputError, match="two runs of the model differ"):
         intarsia.check(_Random(), (x,), net)
     report = intarsia.check(net, (x,), lambda x: (net(x), x), draws=0, edges=False)
-    assert report.comparisons[0].fault == "it gives 2 results; the model 1"
+    assert report.comparisons[0].fault == "it returns 2 results; the model 1"
 
 
 class _Random(nn.Module):
@@ -222,8 +222,8 @@ def test_results_of_another_kind_and_inputs_written_to_are_told(net: Net, x: tor
         assert not report.equal
         return str(report)
 
-    assert "output 0 is of NoneType; the model gives a Tensor" in compared(lambda x: None)
-    assert "output 0 is of ndarray" in compared(lambda x: net(x).detach().numpy())
+    assert "output 0 is a NoneType; the model returns a Tensor" in compared(lambda x: None)
+    assert "output 0 is a ndarray" in compared(lambda x: net(x).detach().numpy())
     assert "it changes tensor 0 of the call differently" in compared(lambda x: (net(x), x.zero_())[0])
 
 

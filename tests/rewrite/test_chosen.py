@@ -108,7 +108,7 @@ def test_the_shared_analyses_see_each_network() -> None:
     [
         ("atention", "did you mean 'attention'"),
         (["identity", "layernorm"], "did you mean 'layer_norm'"),
-        ("xyzzy", "there are attention, "),
+        ("xyzzy", "the patterns are attention, "),
         ([3], "takes names, patterns and managers, not 3"),
         ([noted, noted], "two patterns are chosen under the label 'noted'"),
     ],

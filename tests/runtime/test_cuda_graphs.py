@@ -46,7 +46,7 @@ def _described(device: str) -> object:
             marks=pytest.mark.skipif(torch.cuda.device_count() == 1, reason="there is one GPU, no second"),
         ),
         (("cuda:0", "number"), "relu_default reads a value back from the GPU"),
-        (("number",), "nothing of it runs on a GPU"),
+        (("number",), "no part of it runs on a GPU"),
     ],
 )
 def test_what_speaks_against_a_graph(devices: tuple[str, ...], reason: str | None) -> None:

@@ -115,6 +115,17 @@ def test_a_write_that_torch_does_not_count_is_noticed_within_eight_calls(
         _ = [fast(X) for _ in range(TURNS)]
 
 
+@pytest.mark.parametrize("write", [_data, _numpy])
+def test_a_write_to_a_large_weight_is_noticed_in_few_places(write: Callable[[torch.Tensor], None]) -> None:
+    """Of weights that a file holds, each place that is read takes 64 KB of memory."""
+    model, x = nn.Linear(512, 512), torch.randn(1, 512)
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1, verify=False)
+    fast(x)
+    write(model.weight)
+    with pytest.raises(StaleWeightsError, match=r"^weight of the model changed"):
+        _ = [fast(x) for _ in range(TURNS)]
+
+
 @torch.no_grad()
 def test_tuned_modules_and_the_backend_notice_writes_through_data() -> None:
     model = small()
@@ -164,12 +175,12 @@ def _forward(model: nn.Sequential) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (_replace_first, "the model itself holds other modules than when compiled"),
-        (_append, "the model itself holds other modules than when compiled"),
-        (_hook, "2 has a hook that it had not when compiled"),
-        (_own_hook, "the model itself has a hook that it had not when compiled"),
-        (_attribute, "1.inplace is another than when compiled"),
-        (_forward, "1.forward is another than when compiled"),
+        (_replace_first, "the model itself has other modules than when it was compiled"),
+        (_append, "the model itself has other modules than when it was compiled"),
+        (_hook, "2 has a hook that was added after compiling"),
+        (_own_hook, "the model itself has a hook that was added after compiling"),
+        (_attribute, "1.inplace has another value than when it was compiled"),
+        (_forward, "1.forward has another value than when it was compiled"),
     ],
 )
 def test_a_model_that_is_built_otherwise_is_told_once(
@@ -191,7 +202,7 @@ def test_one_of_many_modules_replaced_is_told_within_eight_calls() -> None:
     fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1, verify=False)
     fast(X)
     model[40][0] = nn.Linear(8, 8)
-    with pytest.warns(UserWarning, match="40 holds other modules"):
+    with pytest.warns(UserWarning, match="40 has other modules"):
         _ = [fast(X) for _ in range(TURNS)]
 
 

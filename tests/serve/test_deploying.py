@@ -32,7 +32,7 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = intarsia.load("model.intarsia")
     x = torch.randn(3, 4)
     with running(loaded, linger_s=0) as server:
-        assert str(server.service.queue.batching) == "up to 32 rows a call"
+        assert str(server.service.queue.batching) == "up to 32 rows per call"
         answer = torch.tensor(names["predict"](server.port, x.tolist()))
     torch.testing.assert_close(answer, names["model"](x).detach(), rtol=1e-4, atol=1e-5)
 

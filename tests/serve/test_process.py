@@ -143,7 +143,7 @@ def test_a_worker_that_dies_ends_the_server(saved: tuple[nn.Module, Path]) -> No
         children = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         os.kill(int(children[0]), signal.SIGKILL)
         assert running.wait(60) == 1
-        assert running.stderr is not None and "a worker ended by itself" in running.stderr.read()
+        assert running.stderr is not None and "a worker ended unexpectedly" in running.stderr.read()
 
 
 def test_a_file_that_is_none_of_ours(

@@ -73,7 +73,7 @@ def test_modules_of_every_kind(name: str, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--size", "rows"], "NAME=NUMBER"),
-        (["--size", "nothing=3"], "there is no size 'nothing'"),
+        (["--size", "nothing=3"], "there is no dynamic size 'nothing'"),
         (["--outputs", "x.txt"], "neither"),
         (["--inputs", "x.csv"], "neither"),
         (["--inputs", "junk.npz"], "not a .npz file"),

@@ -46,11 +46,11 @@ def _drop(model: nn.Sequential) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (_hook, "0 has a hook that it had not when compiled"),
-        (_pre_hook, "0 has a hook that it had not when compiled"),
-        (_replace, "the model itself holds other modules than when compiled"),
-        (_append, "the model itself holds other modules than when compiled"),
-        (_drop, r"2 is in another mode \(training\) than when compiled"),
+        (_hook, "0 has a hook that was added after compiling"),
+        (_pre_hook, "0 has a hook that was added after compiling"),
+        (_replace, "the model itself has other modules than when it was compiled"),
+        (_append, "the model itself has other modules than when it was compiled"),
+        (_drop, r"2 has another training mode than when it was compiled"),
     ],
 )
 @torch.no_grad()
@@ -120,7 +120,7 @@ def test_attributes_are_read_as_they_are(change: Callable[[_Scaled], None]) -> N
     before = model(X)
     assert placed.refused is None
     change(model)
-    with pytest.warns(UserWarning, match="is another than when compiled|was replaced"):
+    with pytest.warns(UserWarning, match="has another value than when it was compiled|was replaced"):
         made = model(X)
     tuned.restore()
     assert torch.equal(made, model(X)) and not torch.allclose(made, before)

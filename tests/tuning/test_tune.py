@@ -141,7 +141,7 @@ def test_training_gradients_and_autocast_are_the_modules_own() -> None:
     [
         (lambda model: model.train(), "training mode"),
         (lambda model: model.register_forward_hook(lambda *_: None), "hooks"),
-        (lambda model: model.__dict__.update(forward=model.forward), "replaced by somebody else"),
+        (lambda model: model.__dict__.update(forward=model.forward), "replaced by other code"),
     ],
 )
 def test_what_is_not_ours_to_replace(spoil: Any, reason: str) -> None:

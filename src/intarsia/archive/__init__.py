@@ -1,13 +1,14 @@
 """Compiled modules as files: saved once, loaded in any process, with no code and no pickle inside.
 
     container   named members with digests: a JSON manifest, safetensors, ONNX, blobs of engines
-    codec       values as JSON; graphs, call, tensors, networks, engines: what modules are made of
-    writer      a bundle: programs by name over one table of tensors, to members
-    reader      members to programs, in place
+    codec       values as JSON; graphs, calls, tensors, networks and engines have files of their own
+    writer      programs by name, which share one table of tensors, become members
+    reader      members become programs
     files       `save` and `load`; export: files for the runtimes of engines
 
 `tuning`, `generation` and the build cache write and read bundles, too. The safetensors library writes and
-maps whole files only, so `tensors` lays out its member, and maps it, by itself: weights stay where they lie.
+maps only whole files, so `tensors` writes and maps its member itself, and weights are used where the file is
+mapped.
 """
 
 from __future__ import annotations
@@ -28,6 +29,6 @@ def _reduce(compiled: Compiled) -> tuple[Callable[[bytes], Compiled], tuple[byte
     return load_bytes, (save_bytes(compiled),)
 
 
-# `pickle`, `torch.save` and `copy.deepcopy` go through an archive in memory: engines are built again.
+# `pickle`, `torch.save` and `copy.deepcopy` use an archive in memory, from which engines are built again.
 copyreg.pickle(Compiled, _reduce)
 copyreg.pickle(PartlyCompiled, copied_parts)

@@ -1,4 +1,4 @@
-"""How a compiled module is called: inputs with their checks, and results with their layouts."""
+"""The call of a compiled module: inputs with their checks, and results with their layouts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _FROM_TORCH = """FloorDiv ModularIndexing CleanDiv Mod PythonMod CeilToInt Floor
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """The functions that may compute a size; looked up by name, never evaluated as text."""
-    import sympy  # which takes long to import: a module whose sizes are fixed does without
+    """The functions that may compute a size, by name. Nothing is evaluated as text."""
+    import sympy  # takes long to import, and is needed only if sizes vary
     from torch.utils._sympy import functions as torch_sympy
 
     return {
@@ -70,7 +70,7 @@ def lowered_from_json(
     buffers: Mapping[str, torch.Tensor],
     read_graph: Callable[[Json], fx.GraphModule],
 ) -> Lowered:
-    """The module with its inputs and results; its checks and signature are read apart."""
+    """The lowered graph with its inputs and results; checks and signature are read separately."""
     results, count = call["results"], len(call["checks"])
     return Lowered(
         module,
@@ -99,7 +99,7 @@ def _output(
 
 @dataclass(frozen=True)
 class Range:
-    """The least and the largest size of a dimension that varies."""
+    """The smallest and the largest size of a dimension that varies."""
 
     lower: float
     upper: float
@@ -121,7 +121,7 @@ def size_to_json(size: Any) -> Json:
 
 
 def size_from_json(entry: Json) -> Any:
-    """The size as sympy has it; a plain number stays one."""
+    """The size as a sympy expression; an integer stays one."""
     if isinstance(entry, int):
         return entry
     import sympy
@@ -135,7 +135,7 @@ def size_from_json(entry: Json) -> Any:
 
 
 def check_to_json(check: Check) -> Json:
-    """The requirements for one input."""
+    """The check of one input."""
     if isinstance(check, IntegerCheck):
         return {"name": check.name, "integer": check.example}
     if isinstance(check, ConstantCheck):
@@ -163,7 +163,7 @@ def check_from_json(entry: Json, devices: Devices) -> Check:
 
 
 def ranges_to_json(ranges: Mapping[Any, Any]) -> Json:
-    """Ranges by the names of symbols; an end that is open is None."""
+    """Ranges by the names of symbols; None for an open end."""
     return {str(symbol): [_end(r.lower), _end(r.upper)] for symbol, r in ranges.items() if symbol.is_Symbol}
 
 
@@ -181,10 +181,10 @@ def ranges_from_json(entry: Json) -> dict[Any, Range]:
 
 
 def results_to_json(lowered: Lowered, write_graph: Callable[[fx.GraphModule], Json]) -> Json:
-    """For each result of the user's, how it is a view, and the order of its axes."""
+    """The views and layouts of the user's results."""
 
     def view_to_json(view: OutputView | None) -> Json:
-        if view is None or view.held:  # who loads a file has no model, whose weights it would be a view of
+        if view is None or view.held:  # a loaded module has no model whose weights could be returned
             return None
         return {"graph": write_graph(view.views), "reads": list(view.reads), "of": list(view.of)}
 
@@ -200,7 +200,7 @@ def results_to_json(lowered: Lowered, write_graph: Callable[[fx.GraphModule], Js
 def views_from_json(
     entries: Sequence[Json], inputs: int, read_graph: Callable[[Json], fx.GraphModule]
 ) -> tuple[OutputView | None, ...]:
-    """The views, which read no input or result that there is not, and no view."""
+    """The views. ArchiveError for one that reads a missing input or result, or another view."""
 
     def view_from_json(view: Json) -> OutputView | None:
         if view is None:
@@ -214,7 +214,7 @@ def views_from_json(
 
 
 def layouts_from_json(entry: Mapping[str, Any], inputs: int) -> Layouts:
-    """The orders, each of which names every axis once, and which inputs had channels last."""
+    """The layouts. ArchiveError for an order that does not have every axis once, or a missing input."""
     orders, others = (
         [None if order is None else tuple(map(_place, order)) for order in listed]
         for listed in (entry["orders"], entry["others"])

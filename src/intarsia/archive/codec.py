@@ -1,8 +1,8 @@
-"""The codec: values as JSON, found again by name and never evaluated.
+"""The codec: values as JSON, which are looked up by name and never evaluated.
 
-It writes arguments of operators, options, constants and examples, the pytrees of a call, and signatures.
-torch's own reader of pytrees imports modules of enumerations and default factories that the file names.
-Nothing is imported here.
+It writes arguments of operators, options, constants, the pytrees of a call, and signatures. torch's own
+reader of pytrees imports the modules of enumerations and default factories that a file names; nothing is
+imported here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.output_objects import Opened as Opened  # which is registered by it
+from intarsia.capture.output_objects import Opened as Opened  # its import registers the type
 from intarsia.errors import ArchiveError
 
 Json = Any
 Devices = Callable[[torch.device], torch.device]
 
-# Names that torch itself gives to its constants; a value is found by name among these, never by evaluating.
+# torch's own names of its constants, by which values are looked up.
 _CONSTANTS: dict[str, dict[str, Any]] = {
     kind.__name__: {
         str(value).removeprefix("torch."): value
@@ -33,7 +33,7 @@ _CONSTANTS: dict[str, dict[str, Any]] = {
     for kind in (torch.dtype, torch.layout, torch.memory_format)
 }
 
-# torch would import the module that a file names to find a default factory or an enumeration.
+# torch would import the module that the file names for a default factory.
 _IMPORTING = ("collections.defaultdict",)
 
 
@@ -101,7 +101,7 @@ def from_json(value: Json, nodes: Mapping[str, fx.Node] | None = None, devices: 
 
 
 class Unsaved:
-    """A default value that has no form in an archive; nothing equals it."""
+    """A default value that an archive cannot store; nothing equals it."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -111,7 +111,7 @@ class Unsaved:
 
 
 def spec_to_json(spec: pytree.TreeSpec) -> Json:
-    """A structure, with the registered names of its types."""
+    """A structure, by the registered names of its types."""
     try:
         version, written = json.loads(pytree.treespec_dumps(spec))
     except (NotImplementedError, TypeError) as error:
@@ -143,7 +143,7 @@ def _check_types(entry: Json) -> None:
 
 
 def signature_to_json(signature: inspect.Signature | None) -> Json:
-    """Names, kinds and defaults of the model's arguments."""
+    """The names, kinds and defaults of the model's arguments."""
     if signature is None:
         return None
     return [
@@ -162,7 +162,7 @@ def _default(parameter: inspect.Parameter) -> list[Json]:
 
 
 def signature_from_json(entry: Json) -> inspect.Signature | None:
-    """The signature, its annotations left out."""
+    """The signature, without annotations."""
     if entry is None:
         return None
     return inspect.Signature([_parameter(*item) for item in entry])

@@ -1,11 +1,11 @@
-"""The file: a zip of stored members at multiples of 64 bytes, each with its digest in a JSON manifest.
+"""The container: a zip of stored members at multiples of 64 bytes, with digests in a JSON manifest.
 
 Stored and aligned members can be used where the file is mapped into memory. The last member is the digest of
-the manifest, which has the digests of all others: a flipped bit in any of them is found before that
-member is given out or, in a large one that is checked while others are read, before loading ends.
+the manifest, which has the digests of all others. A flipped bit is found before its member is returned or, in
+a large member that is checked while others are read, before loading ends.
 
-The digests tell damage from forgery, not who wrote the file: members whose digests fit are parsed as hostile
-all the same.
+The digests detect damage and not forgery, so members are parsed as untrusted input although their digests
+match.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from intarsia.errors import ArchiveError
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 ALIGNMENT = 64
-_PADDING = 0x4950  # the id of the extra field that holds nothing but padding
+_PADDING = 0x4950  # the id of an extra field for padding
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _MOST_MEMBERS = 100_000
-_READ = 1 << 20  # bytes read at once, which a cache holds
-_ROWS, _COLUMNS = 128, 1024  # of eight bytes each
+_READ = 1 << 20  # bytes that are read at once, which fit into a cache
+_ROWS, _COLUMNS = 128, 1024  # of a table of 8-byte numbers
 _BLOCK = _ROWS * _COLUMNS * 8
 
 
@@ -48,10 +48,10 @@ class Writer:
         self.places: dict[str, int] = {}  # where members begin
 
     def add(self, name: str, chunks: Iterable[Any]) -> str:
-        """Write a member; its digest."""
-        info = zipfile.ZipInfo(name)  # the date is zip's earliest: equal modules make equal files
+        """Write a member; returns its digest."""
+        info = zipfile.ZipInfo(name)  # with zip's earliest date, so that equal modules make equal files
         info.external_attr = (stat.S_IFREG | 0o644) << 16
-        # Zip64 is forced, so that the length of the header is known: 20 bytes more.
+        # Zip64 is forced, so that the header has a known length: 20 bytes more.
         start = self._file.tell() + _LOCAL_HEADER.size + len(name.encode()) + 20
         info.extra = _padding(-(start + 4) % ALIGNMENT)
         digest, sums, size = hashlib.sha256(), Checksum(), 0
@@ -66,11 +66,11 @@ class Writer:
         return digest.hexdigest()
 
     def flush(self) -> None:
-        """Make the written data visible to others that open the file."""
+        """Make the written data visible to other processes."""
         self._file.flush()
 
     def close(self, manifest: Mapping[str, Any]) -> str:
-        """Write the manifest, with the digests of all members, and end the file; the manifest's digest."""
+        """Write the manifest, with the digests of all members, and end the file; returns its digest."""
         text = json.dumps({**manifest, "members": self._members}, allow_nan=False).encode()
         seal = self.add(MANIFEST, [text])
         self.add(SEAL, [seal.encode()])
@@ -85,18 +85,19 @@ def _padding(count: int) -> bytes:
 class Reader:
     """The members of a file, each checked against its digest before it is returned."""
 
-    def __init__(self, source: str | os.PathLike[str] | bytes | memoryview) -> None:
-        self.path: str | None = None if isinstance(source, bytes | memoryview) else os.fspath(source)
+    def __init__(self, source: str | os.PathLike[str] | bytes) -> None:
+        self.path: str | None = None if isinstance(source, bytes) else os.fspath(source)
         self._file: BinaryIO | None = None
-        if isinstance(source, bytes | memoryview):
-            self._buffer = memoryview(source)
+        file: BinaryIO
+        if isinstance(source, bytes):
+            self._buffer, file = memoryview(source), io.BytesIO(source)  # which shares the memory of bytes
         else:
-            self._file = open(source, "rb")  # noqa: SIM115  # read again while members are checked
+            self._file = file = open(source, "rb")  # noqa: SIM115  # read again while members are checked
             weakref.finalize(self, self._file.close)
             self._buffer = memoryview(_mapped(self._file))
         self._address = np.frombuffer(self._buffer, np.uint8).ctypes.data
         try:
-            self._places = _places(self._buffer)
+            self._places = _places(self._buffer, file)
             text = self._bytes(MANIFEST)
             self.seal: str = hashlib.sha256(text).hexdigest()
             if self.seal.encode() != self._bytes(SEAL):
@@ -128,9 +129,9 @@ class Reader:
 
     @contextlib.contextmanager
     def checking(self, name: str) -> Iterator[memoryview]:
-        """A large member, checked by another thread meanwhile; ArchiveError at the end where it is damaged.
+        """A large member, which another thread checks; ArchiveError at the end if it is damaged.
 
-        It is read from the file once more: checked where it is mapped, it would take up memory at once.
+        The thread reads it from the file again, since reading the mapped memory would load all of it at once.
         """
         start, size = self._places[name]
         entry, checksum = self.manifest["members"][name], Checksum()
@@ -155,12 +156,12 @@ class Reader:
                 raise ArchiveError(f"{name} does not match its digest")
 
     def place(self, address: int, size: int) -> int | None:
-        """Where in the file something begins that is in memory; None for what is not a part of the file."""
+        """The position in the file of something in memory; None if it is not part of the mapped file."""
         start = address - self._address
         return start if start >= 0 and start + size <= len(self._buffer) else None
 
     def is_still_there(self) -> bool:
-        """Whether the path leads to the file that is read, and to no other one."""
+        """Whether the path still leads to the file that is read."""
         if self._file is None or self.path is None:
             return False
         try:
@@ -170,7 +171,7 @@ class Reader:
         return os.path.samestat(status, os.fstat(self._file.fileno()))
 
     def member(self, name: str) -> memoryview:
-        """A member where the file is mapped; what is written there stays in this process."""
+        """A member in the mapped file. Writes to it stay in this process."""
         start, size = self._places[name]
         view, entry = self._buffer[start : start + size], self.manifest["members"][name]
         if size != entry["size"] or hashlib.sha256(view).hexdigest() != entry["sha256"]:
@@ -181,18 +182,17 @@ class Reader:
 def _mapped(file: BinaryIO) -> mmap.mmap:
     try:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except ValueError as error:  # of an empty file
+    except ValueError as error:  # the file is empty
         raise ArchiveError("it is empty") from error
 
 
-def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
+def _places(buffer: memoryview, file: BinaryIO) -> dict[str, tuple[int, int]]:
     """The position of each member; ArchiveError unless all members are stored, plain and distinct."""
-    # zipfile's own reading would copy the buffer, so it is given only what reads like a file.
-    listed = zipfile.ZipFile(_File(buffer)).infolist()
+    listed = zipfile.ZipFile(file).infolist()
     if len(listed) > _MOST_MEMBERS:
         raise ArchiveError(f"it has {len(listed)} members; at most {_MOST_MEMBERS} are read")
     if min((info.header_offset for info in listed), default=0) > 0:
-        # This happens if a file is truncated after an archive that it contains.
+        # This happens if a file that contains an archive is truncated after it.
         raise ArchiveError("it is not a complete archive: there is data before its first member")
     places: dict[str, tuple[int, int]] = {}
     for info in listed:
@@ -226,36 +226,10 @@ def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
     return places
 
 
-class _File(io.RawIOBase):
-    """A buffer as a file to read and seek in, without a copy."""
-
-    def __init__(self, buffer: memoryview) -> None:
-        self._buffer, self._at = buffer, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = (0, self._at, len(self._buffer))[whence] + offset
-        if at < 0:
-            raise OSError(f"there is no place {at}")
-        self._at = at
-        return at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        end = len(self._buffer) if size is None or size < 0 else self._at + size
-        data = bytes(self._buffer[self._at : end])
-        self._at += len(data)
-        return data
-
-
 def strict_json(text: bytes, advice: str = "") -> Any:
-    """JSON without what its readers take in different ways; ValueError, in a clause, for any other text.
+    """JSON without forms that readers interpret differently; ValueError, with a clause, for other text.
 
-    The `advice` is for numbers that JSON lacks.
+    `advice` is added to the error about numbers that JSON does not have.
 
     >>> strict_json(b'{"a": 1, "a": 2}')
     Traceback (most recent call last):
@@ -289,12 +263,11 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 class Checksum:
-    """A checksum of large members, which costs little more than reading them.
+    """A checksum of large members, which takes little longer than reading them.
 
-    SHA-256 of the weights of a BERT-base takes longer than its engine needs to load them. Here every
-    mebibyte is a table of numbers whose rows and columns are added up, and SHA-256 is taken of the sums:
-    damage, zeroed pages and exchanged pieces change them. (Forgery is nothing a digest inside the file could
-    tell.)
+    SHA-256 of BERT-base's weights takes longer than its engine needs to load them. So every mebibyte is a
+    table of numbers whose rows and columns are summed, and SHA-256 is computed of the sums. Damage, zeroed
+    pages and exchanged pieces change them; against forgery, no digest inside the file helps.
 
     >>> one, other = Checksum(), Checksum()
     >>> one.update(b"ab"); one.update(b"c"); other.update(b"abc")
@@ -307,12 +280,12 @@ class Checksum:
         self._rest = bytearray()
 
     def update(self, data: Any) -> None:
-        """Take more bytes."""
+        """Add bytes."""
         view = memoryview(data).cast("B")
         if self._rest:
-            wanted = _BLOCK - len(self._rest)
-            self._rest += view[:wanted]
-            view = view[wanted:]
+            missing = _BLOCK - len(self._rest)
+            self._rest += view[:missing]
+            view = view[missing:]
             if len(self._rest) < _BLOCK:
                 return
             self._add(memoryview(self._rest))

@@ -1,10 +1,8 @@
-"""Engines by name and options, and what they have packed.
+"""Engines by name and options, and the programs that they have packed.
 
-A file says which engines to use; those of this process are used.
-
-Options of free text are not carried: those of ONNX Runtime and Inductor can name files to write and compilers
-to run. Packed programs are read by a thread while the file's graphs are read, since an engine's own loading
-takes longer than all the rest and lets go of Python's lock.
+A file names engines, and those of this process are used. Free options are not stored: those of ONNX Runtime
+and Inductor can name files to write and compilers to run. A thread loads packed programs while graphs are
+read, since an engine's loading takes longest and releases Python's lock.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from intarsia.engines.base import WeightFile
 from intarsia.errors import ArchiveError
 
 _INSTEAD = "its segments run in PyTorch"
-_FREE = "options"  # entries that an engine takes as they are: some name files, or programs to run
+_FREE = "options"  # entries that an engine passes on unchecked; some name files, or programs to run
 
 
 def engine_to_json(engine: Engine) -> Json:
-    """An engine's options, and the version it was used in; free entries are counted but not carried."""
+    """An engine's options and its version; free options are listed by name only."""
     if known_engines().get(engine.name) is not type(engine):
         raise ArchiveError(
             f"engine {engine.name!r} cannot be found by its name in another"
@@ -46,7 +44,7 @@ def engine_to_json(engine: Engine) -> Json:
 
 
 def packed_for(engine: Engine) -> str:
-    """The properties for which a packed program is valid: engine, options, versions, machine."""
+    """The conditions under which a packed program is valid: engine, options, versions, machine."""
     return f"{engine.key()}, {engine.version()}, {machine_key()}, {processor_features()}"
 
 
@@ -56,9 +54,9 @@ def engines_from_json(
     notes: list[str],
     native: bool = False,
 ) -> dict[str, Engine]:
-    """The engines to build on, by name: the user's, or those the file names and that are here.
+    """The engines to build with, by name: the user's, or those in the file that are available here.
 
-    If `native`, those that run packages of machine code need not be able to build.
+    With `native`, engines that run packages of machine code need not be able to build.
     """
     if asked is not None:
         by_name = {engine.name: engine for engine in resolve_engines(asked)[0]}
@@ -89,7 +87,7 @@ def engines_from_json(
 
 
 class Unpacker:
-    """Programs of pieces, by what the manifest says of them; used in a `with`, which awaits its thread."""
+    """The packed programs of pieces. Its `with` block ends when its thread has ended."""
 
     def __init__(
         self, reader: Reader, engines: Mapping[str, Engine], tensors: Mapping[str, torch.Tensor]
@@ -107,7 +105,7 @@ class Unpacker:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, pieces: Json) -> None:
-        """Start the thread that prepares the programs of these pieces."""
+        """Start loading the programs of these pieces."""
         for item in pieces:
             engine = self._engines.get(item["engine"])
             if isinstance(engine, NetworkEngine) and self._fits(item, engine):
@@ -116,9 +114,9 @@ class Unpacker:
                     self._futures[name] = self._pool.submit(self._load, item, engine)
 
     def program(self, item: Json, engine: NetworkEngine) -> Program | None:
-        """The program of a piece; None where none is packed, or for another version or machine.
+        """The packed program of a piece; None if there is none, or it is for another version or machine.
 
-        EngineError where the engine refuses it.
+        EngineError if the engine refuses it.
         """
         if not self._fits(item, engine):
             return None
@@ -135,17 +133,17 @@ class Unpacker:
         weights = {str(name): self._tensors[key] for name, key in item["weights"].items()}
         places = {name: self._place(tensor) for name, tensor in weights.items()}
         file = WeightFile(str(path), {name: place for name, place in places.items() if place is not None})
-        # What the engine has put beside the weights it reads from the file by itself; nobody else checks it.
+        # Constants that the engine itself reads from the file, so they are checked here.
         beside = f"{str(packed['blob']).removesuffix('.blob')}.constants"
         if beside in self._reader.manifest["members"]:
             self._reader.member(beside)
         program = engine.unpack(self._reader.member(packed["blob"]), packed["about"], file, weights)
-        if not self._reader.is_still_there():  # engines find weights by the name of the file
+        if not self._reader.is_still_there():  # engines read weights by the path of the file
             raise ArchiveError("it was replaced or removed during loading")
         return program
 
     def _place(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor begins in the file; None if it is elsewhere in memory or has another layout."""
+        """The position of a tensor in the file; None if it is elsewhere, or has another layout."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_complex():
             return None
         return self._reader.place(tensor.data_ptr(), tensor.nbytes)

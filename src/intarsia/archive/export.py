@@ -1,4 +1,4 @@
-"""A compiled module as files that engines' own runtimes load, without this package."""
+"""Exporting a compiled module to files for the runtimes of its engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: a plain file, or a folder of pieces; and the settings to load it with."""
+    """The result of an export: a plain file or a folder of pieces, and the settings to load it with."""
 
     path: Path
     is_folder: bool
@@ -86,7 +86,7 @@ def _program(compiled: Compiled, path: Path) -> Exported:
 
 
 def _plain(compiled: Compiled, path: Path) -> Exported:
-    """One file, where one engine holds the whole plan."""
+    """Write one file, if one engine has the whole plan."""
     pieces, inlay = compiled.inlay.pieces, compiled.inlay
     if len(pieces) != 1:
         where = ", ".join(f"{len(piece.segment)} nodes on {piece.segment.engine}" for piece in pieces)
@@ -102,7 +102,7 @@ def _plain(compiled: Compiled, path: Path) -> Exported:
 
 
 def _folder(compiled: Compiled, path: Path) -> Exported:
-    """A folder that appears whole or not at all."""
+    """Write a folder. It appears complete or not at all."""
     if path.exists():
         raise ArchiveError(f"{path} exists already; give the name of a new folder")
     draft = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
@@ -160,7 +160,7 @@ def _write(step: Step, path: Path) -> Mapping[str, str]:
 
 
 def _piece_program(piece: Piece, path: Path) -> Mapping[str, str]:
-    """A segment that PyTorch runs, as a program of torch.export."""
+    """Write a segment that PyTorch runs as a program of torch.export."""
     examples, dims = zip(*map(_example, piece.inputs), strict=True) if piece.inputs else ((), ())
     shapes = None if all(not dim for dim in dims) else (list(dims),)
     try:
@@ -186,7 +186,7 @@ class _Flat(nn.Module):
 
 
 def _example(node: fx.Node) -> tuple[Any, dict[int, Any]]:
-    """An example for a value of the graph, and which of its sizes vary."""
+    """An example of a value of the graph, and its sizes that vary."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return value, {}

@@ -1,7 +1,7 @@
-"""Files of compiled modules: `save` and `load`, of a whole model or of its parts.
+"""Files of compiled modules: `save` and `load`, for a whole model or for its parts.
 
-Of a model compiled in parts, the rest is Python code, which could be carried only as a pickle or as source
-text, and either is code. So the user makes the model, and all weights are compared by digest.
+If a model is compiled in parts, the rest is Python code, which a file could only contain as a pickle or as
+source text, and both are code. So the user creates the model, and all weights are compared by digest.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def load(
 
 
 def _save_parts(partly: PartlyCompiled, path: str | os.PathLike[str]) -> None:
-    """Write the compiled parts; the rest is the model's own Python code, which no file holds."""
+    """Write the compiled parts. The rest is the model's own Python code, which no file contains."""
     if not partly.parts:
         raise ArchiveError("no part of this model is compiled: it runs as it is, in its own Python code")
     bundle, about = _parts_bundle(partly)
@@ -137,7 +137,7 @@ def _save_parts(partly: PartlyCompiled, path: str | os.PathLike[str]) -> None:
 
 
 def copied_parts(partly: PartlyCompiled) -> tuple[Callable[..., PartlyCompiled], tuple[Any, ...]]:
-    """How `pickle` and `copy.deepcopy` make the same again: by a file in memory, and the model."""
+    """What `pickle` and `copy.deepcopy` copy of a partly compiled model: an archive in memory, and it."""
     model = partly.uncompiled()
     if not partly.parts:
         return PartlyCompiled, (model, {}, partly.own_notes, partly.plan.reason)
@@ -151,7 +151,7 @@ def _parts_of_bytes(data: bytes, model: nn.Module) -> PartlyCompiled:
 
 
 def _parts_bundle(partly: PartlyCompiled) -> tuple[BundleWriter, dict[str, Any]]:
-    """The compiled parts, and what a file says about them."""
+    """The compiled parts, and the description of the model."""
     bundle = BundleWriter()
     for where, program in partly.parts.items():
         check_shareable(where, program)
@@ -167,7 +167,7 @@ def _parts_bundle(partly: PartlyCompiled) -> tuple[BundleWriter, dict[str, Any]]
 
 
 def _load_parts(reader: Reader | bytes, model: nn.Module | None, options: LoadOptions) -> PartlyCompiled:
-    """The parts of a file in a copy of `model`, which must be what they were made of, to the weight."""
+    """The parts of a file in a copy of `model`, which must have the same modules and weights."""
     with open_bundle(reader, _PARTS, _PARTS_VERSION, options) as bundle:
         manifest = bundle.manifest
         if model is None:
@@ -193,7 +193,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def check_shareable(where: str, program: Compiled) -> None:
-    """ArchiveError for a program that changes buffers, or returns weights, of a module outside the file."""
+    """ArchiveError for a program that changes buffers, or returns weights, of the user's module."""
     program.weights.check(thorough=True)
     if program.lowered.buffers:
         changed = ", ".join(program.lowered.buffers)
@@ -203,12 +203,12 @@ def check_shareable(where: str, program: Compiled) -> None:
 
 
 def weight_digests(module: nn.Module) -> dict[str, Json]:
-    """A digest of each parameter and buffer, those that a state dict leaves out among them."""
+    """A digest of each parameter and buffer, including buffers that a state dict leaves out."""
     return {name: tensor_digest(tensor) for name, tensor in _weights(module).items()}
 
 
 def check_weights(where: str, module: nn.Module, digests: Mapping[str, Any]) -> None:
-    """ArchiveError for a module with other weights than a file was written with."""
+    """ArchiveError for a module whose weights differ from those in the file."""
     weights = _weights(module)
     for name in {**digests, **weights}:
         if name not in digests or name not in weights:

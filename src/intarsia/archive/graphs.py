@@ -1,10 +1,10 @@
-"""FX graphs as JSON: nodes with the names of their operators, attributes by reference.
+"""FX graphs as JSON: nodes with the names of their operators, and attributes by reference.
 
-The graph of a compiled module, those of its pieces, and the captured one, which a refit begins with.
+These are the graphs of a compiled module and of its pieces, and the captured one, which a refit needs.
 
 `torch.export.save` is not used: its reader calls `pickle.loads` and `torch.load(weights_only=False)` on
-members that a file may choose (torch 2.13, `pt2_archive/_package.py`). Names are looked up in `torch.ops`, so
-a reader can see that a graph runs nothing else.
+members that a file may choose (torch 2.13, `pt2_archive/_package.py`). Operators are looked up in
+`torch.ops`, so a graph can run nothing else.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from intarsia.archive.tensors import TensorTable
 from intarsia.errors import ArchiveError
 from intarsia.graph.nodes import module_path, source_line
 
-# FX writes these into the source of a function, so that a name must be nothing but a name.
+# FX writes these into the source of a function, so they must be identifiers.
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PATH = re.compile(r"\w+(\.\w+)*", re.ASCII)
 _LINE = re.compile(r"([\w.\-<> ]+):(\d+)", re.ASCII)
-_HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_TENSORS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _OVERLOAD = re.compile(r"(\w+)::(\w+)\.(\w+)", re.ASCII)
 _CONTROL_FLOW = ("cond", "while_loop", "scan", "map_impl", "associative_scan")
-# It opens, and may make, the file that an argument names.
+# These operators open, and may create, the file that an argument names.
 _REFUSED = frozenset({"aten::from_file.default", "aten::from_file.out"})
 
 _OPERATORS = """getitem add sub mul truediv floordiv mod pow neg pos abs lt le eq ne ge gt and_ or_ xor not_
@@ -45,7 +45,7 @@ _OPERATORS = """getitem add sub mul truediv floordiv mod pow neg pos abs lt le e
 _MATH = "floor ceil trunc sqrt log log2 exp sin cos tan asin acos atan sinh cosh tanh pow fabs"
 _SYMBOLIC = """sym_float sym_int sym_max sym_min sym_not sym_ite sym_sum _sym_sqrt _sym_log2 _sym_cos
  _sym_cosh _sym_sin _sym_sinh _sym_tan _sym_tanh _sym_asin _sym_acos _sym_atan"""
-# Functions of sizes; none of them can do anything but compute.
+# Functions of sizes, which can only compute.
 _FUNCTIONS: dict[str, Any] = {
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"math.{name}": getattr(math, name) for name in _MATH.split()},
@@ -61,14 +61,16 @@ ReadModule = Callable[[Json], nn.Module]
 def graph_to_json(
     module: fx.GraphModule, tensors: TensorTable, write_module: WriteModule, *, values: bool = False
 ) -> Json:
-    """A graph with what it refers to; `values` are dtypes and shapes, for engines that read the graph."""
+    """A graph with its attributes; `values` adds dtypes and shapes, for engines that read graphs."""
     nodes, attributes = [], {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
             path = str(node.target)
-            held = attrgetter(path)(module)
+            value = attrgetter(path)(module)
             attributes[path] = (
-                {"tensor": tensors.add(held, path)} if isinstance(held, torch.Tensor) else write_module(held)
+                {"tensor": tensors.add(value, path)}
+                if isinstance(value, torch.Tensor)
+                else write_module(value)
             )
         nodes.append(_node_to_json(node, values))
     return {"nodes": nodes, "attributes": attributes}
@@ -96,7 +98,7 @@ def _node_to_json(node: fx.Node, values: bool) -> Json:
 
 
 def _value_to_json(value: Any) -> Json:
-    """Dtype, shape, strides and device of a tensor whose sizes are fixed; None of anything else."""
+    """Dtype, shape, strides and device of a tensor of fixed size; None for other values."""
     if isinstance(value, list | tuple):
         return [_value_to_json(item) for item in value]
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -109,14 +111,14 @@ def _value_to_json(value: Any) -> Json:
 
 @dataclass(frozen=True, eq=False)
 class ReadGraph:
-    """A graph, and what it refers to."""
+    """A graph and its attributes."""
 
     graph: fx.Graph
     root: Mapping[str, Any]
 
     @cached_property
     def module(self) -> fx.GraphModule:
-        """The graph as a module; made when it is asked for, since that takes as long as reading it."""
+        """The graph as a module, built at the first access, which takes as long as reading it."""
         return fx.GraphModule(dict(self.root), self.graph)
 
 
@@ -135,13 +137,13 @@ def graph_from_json(
             raise ArchiveError(f"the graph has a node of the name {written['name']!r}, which cannot be given")
         nodes[node.name] = node
     root: dict[str, Any] = {}
-    for path, held in entry["attributes"].items():
+    for path, attribute in entry["attributes"].items():
         if _PATH.fullmatch(path) is None:
             raise ArchiveError(f"the graph has an attribute {path!r}, which is not a name")
-        root[path] = tensors[held["tensor"]] if "tensor" in held else read_module(held)
+        root[path] = tensors[attribute["tensor"]] if "tensor" in attribute else read_module(attribute)
     missing = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in root]
     if missing:
-        raise ArchiveError(f"the graph reads {missing[0]!r}, which is not there")
+        raise ArchiveError(f"the graph reads {missing[0]!r}, which does not exist")
     return ReadGraph(graph, root)
 
 
@@ -170,7 +172,7 @@ def _node_from_json(graph: fx.Graph, entry: Json, nodes: Mapping[str, fx.Node], 
 
 
 def _value_from_json(entry: Json, devices: Devices) -> Any:
-    # The one place of this package that makes tensors without memory; tests/archive/test_engines.py watches.
+    # The only place of this package that creates fake tensors from a file (tests/archive/test_engines.py).
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if isinstance(entry, list):
@@ -183,7 +185,7 @@ def _value_from_json(entry: Json, devices: Devices) -> Any:
 
 
 def captured_module(program: ExportedProgram) -> fx.GraphModule:
-    """The captured graph, with parameters and buffers under the model's own names for them."""
+    """The captured graph, with parameters and buffers by the model's own names."""
     signature = program.graph_signature
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
         raise ArchiveError("its captured graph returns more than the model's results")
@@ -198,16 +200,16 @@ def captured_module(program: ExportedProgram) -> fx.GraphModule:
             copied[node] = graph.node_copy(node, copied.__getitem__)
             continue
         name = str(spec.target)
-        held = program.state_dict.get(name, program.constants.get(name))
-        if spec.kind not in _HELD or not isinstance(held, torch.Tensor):
+        tensor = program.state_dict.get(name, program.constants.get(name))
+        if spec.kind not in _TENSORS or not isinstance(tensor, torch.Tensor):
             raise ArchiveError(f"its captured graph takes {name}, a {spec.kind.name.lower()}")
-        root[name] = held
+        root[name] = tensor
         copied[node] = graph.create_node("get_attr", name, (), {}, name=node.name)
     return fx.GraphModule(root, graph)
 
 
 def captured_to_json(module: fx.GraphModule, tensors: TensorTable, write_module: WriteModule) -> bytes:
-    """The graph, and which of what it holds are parameters."""
+    """The captured graph, and the names of its parameters."""
     written = {
         "graph": graph_to_json(module, tensors, write_module),
         "parameters": [name for name, _ in module.named_parameters(remove_duplicate=False)],
@@ -218,7 +220,7 @@ def captured_to_json(module: fx.GraphModule, tensors: TensorTable, write_module:
 def captured_from_json(
     data: memoryview, tensors: Mapping[str, torch.Tensor], read_module: ReadModule, devices: Devices
 ) -> fx.GraphModule:
-    """The graph again; operators are looked up by name, as in all graphs of an archive."""
+    """The captured graph. Its operators are looked up by name, as in all graphs of an archive."""
     table = json.loads(bytes(data))
     read = graph_from_json(table["graph"], tensors, read_module, devices)
     root = dict(read.root)
@@ -228,7 +230,7 @@ def captured_from_json(
 
 
 def name_of(target: Any) -> str:
-    """The name of an operator; ArchiveError for what cannot be found again by one."""
+    """The name of an operator; ArchiveError if it cannot be looked up by a name."""
     if isinstance(target, torch._ops.OpOverload):
         name = f"{target.namespace}::{target._opname}.{target._overloadname}"
         if name in _REFUSED:
@@ -242,7 +244,7 @@ def name_of(target: Any) -> str:
 
 
 def find_operator(name: str) -> Any:
-    """The operator of that name; ArchiveError where it is refused, or not registered in this process."""
+    """The operator of that name; ArchiveError if it is not allowed, or not registered in this process."""
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     space, _, rest = name.partition("::")

@@ -1,4 +1,4 @@
-"""Networks as ONNX: large weights outside, in the archive's own table."""
+"""Networks as ONNX; large weights are in the archive's own table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from intarsia.errors import ArchiveError
 from intarsia.network import Network, dtypes
 from intarsia.network.serialize import to_proto
 
-_SOURCE = "source"  # where a layer comes from, as a path of the machine it was compiled on
+_SOURCE = "source"  # metadata of layers that is not stored, since it has paths of this machine
 
 
 def network_to_onnx(net: Network, tensors: TensorTable) -> tuple[bytes, dict[str, str]]:
-    """The model, and under which key each weight that it names is found."""
+    """The model, and the key of each weight that it names."""
     proto, weights = to_proto(net)
     for node in proto.graph.node:
         properties = [entry for entry in node.metadata_props if entry.key != _SOURCE]
@@ -39,7 +39,7 @@ def _as_torch(array: ir.TensorProtocol) -> torch.Tensor:
 def network_from_onnx(
     data: memoryview, keys: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
 ) -> Network:
-    """The network, with its weights where they lie; a model that points anywhere else is refused."""
+    """The network, whose weights stay in the mapped file; ArchiveError if it refers to anything else."""
     proto = onnx.ModelProto.FromString(bytes(data))
     if proto.functions:
         raise ArchiveError("a network defines functions of its own")
@@ -72,7 +72,7 @@ def _is_outside(tensor: Any) -> bool:
 
 
 def _tensors_of(graph: Any) -> Iterator[Any]:
-    """Every tensor of a model, in bodies and attributes too."""
+    """Every tensor of a model, also in bodies and attributes."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)

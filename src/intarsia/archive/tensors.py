@@ -1,7 +1,7 @@
-"""Weights, once for all segments and engines, as safetensors.
+"""The table of tensors, which all segments and engines share, as safetensors.
 
-The format is written and read here. The library (0.8) reads and writes whole files: `safe_open` takes a path,
-and this file lies inside an archive; `serialize` and `deserialize` copy all of it, where it is mapped here.
+This file writes and reads the format itself. The library (0.8) handles whole files only: `safe_open` takes a
+path, while the table is a member of an archive, and `serialize` and `deserialize` copy all of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from intarsia.errors import ArchiveError
 from intarsia.plain_tensors import is_opaque, is_traceable_subclass
 
 WEIGHTS = "weights.safetensors"
-MOST_HEADER = 100_000_000  # as safetensors itself has it
+MOST_HEADER = 100_000_000  # as in safetensors
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -41,23 +41,25 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_SMALLEST = 1 << 16  # bytes that are worth looking for
+_SMALLEST = 1 << 16  # bytes of a tensor that is searched for in others
 _BEGINNING = 64  # bytes of a row, by which it is looked up before it is compared
-_TRIES = 16  # comparisons of one tensor: rows of zeros begin alike
+_TRIES = 16  # comparisons for one tensor, since rows of zeros begin alike
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorTable:
-    """The tensors of a module, each under one key; the same memory, or the same contents, is stored once."""
+    """The tensors of a module, each under one key. Equal memory, or equal contents, is stored once."""
 
     def __init__(self) -> None:
         self._by_place: dict[Any, str] = {}
         self._by_contents: dict[Any, str] = {}
+        self._by_bytes: dict[bytes, str] = {}
+        self._alike: dict[str, str] = {}  # tensors that are the bytes of another in other shapes or dtypes
         self._tensors: dict[str, torch.Tensor] = {}
-        self._alone: dict[Any, str] = {}  # storages of what a call changes, with the key that has it
+        self._alone: dict[Any, str] = {}  # keys of tensors that a call changes, by their storages
 
     def add(self, tensor: torch.Tensor, name: str, *, changing: bool = False) -> str:
-        """The key of a tensor; a tensor that changes must not share its memory with another."""
+        """The key of a tensor. A tensor that a call changes must not share memory with another one."""
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise ArchiveError(f"{name} is a tensor of layout {tensor.layout} without plain elements")
@@ -82,7 +84,15 @@ class TensorTable:
         _, laid_out = _in_order(tensor)
         digest = hashlib.sha256(_bytes(laid_out)).digest()
         contents = (digest, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        return self._by_contents.setdefault(contents, self._new_key(name))
+        if contents in self._by_contents:
+            return self._by_contents[contents]
+        key = self._by_contents[contents] = self._new_key(name)
+        is_named = tensor.dtype in _NAMES and _is_plain(tensor)
+        if tensor.nbytes >= _SMALLEST and tensor.is_contiguous() and is_named:
+            whole = self._by_bytes.setdefault(digest, key)
+            if whole != key:
+                self._alike[key] = whole
+        return key
 
     def _new_key(self, name: str) -> str:
         key, count = name, 1
@@ -91,23 +101,26 @@ class TensorTable:
         return key
 
     def description(self) -> dict[str, dict[str, Any]]:
-        """Properties that safetensors does not store: order of dimensions, device, dtype, overlaps."""
+        """The properties that safetensors does not store: order of dimensions, device, dtype, overlaps."""
         described: dict[str, dict[str, Any]] = {}
         for key, tensor in self._tensors.items():
             order, _ = _in_order(tensor)
             described[key] = {"order": order, "device": str(tensor.device), "complex": tensor.is_complex()}
         for key, (whole, row) in self._rows.items():
             described[key]["rows"] = [whole, row, row + len(self._tensors[key])]
+        for key, whole in self._alike.items():
+            tensor = self._tensors[key]
+            described[key]["alike"] = [whole, _NAMES[tensor.dtype], list(tensor.shape)]
         return described
 
     @cached_property
     def _rows(self) -> dict[str, tuple[str, int]]:
-        """Those that lie in another one; asked for when all tensors are there."""
-        changing = set(self._alone.values())
-        return _rows_of_others({key: t for key, t in self._tensors.items() if key not in changing})
+        """The tensors that are rows of another one, computed when all have been added."""
+        left_out = {*self._alone.values(), *self._alike}
+        return _rows_of_others({key: t for key, t in self._tensors.items() if key not in left_out})
 
     def places(self) -> dict[str, int]:
-        """Where tensors begin in the file, of those that lie there in plain order."""
+        """The positions in the file of the tensors that are stored in row-major order."""
         stored, header, text = self._layout()
         plain = {
             key
@@ -117,13 +130,16 @@ class TensorTable:
         starts = {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
         for key, (whole, row) in self._rows.items():
             starts[key] = starts[whole] + row * self._tensors[whole][0].nbytes
+        for key, whole in self._alike.items():
+            starts[key] = starts[whole]
         return starts
 
     def _layout(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any], bytes]:
-        """The tensors as they are stored, the header that describes them, and how it is written."""
-        own = {key: tensor for key, tensor in self._tensors.items() if key not in self._rows}
+        """The tensors as stored, the header that describes them, and its bytes."""
+        elsewhere = self._rows.keys() | self._alike.keys()
+        own = {key: tensor for key, tensor in self._tensors.items() if key not in elsewhere}
         stored = [(key, _real(_in_order(tensor)[1])) for key, tensor in own.items()]
-        # The format has no gaps: with the longest elements first, all of them lie aligned.
+        # The format has no gaps: with the largest elements first, all tensors are aligned.
         stored.sort(key=lambda item: -item[1].element_size())
         header: dict[str, Any] = {}
         at = 0
@@ -142,7 +158,7 @@ class TensorTable:
         return stored, header, struct.pack("<Q", len(text)) + text
 
     def chunks(self) -> Iterator[Any]:
-        """The safetensors file, piece by piece."""
+        """The bytes of the safetensors file, in chunks."""
         stored, _, text = self._layout()
         yield text
         for _, tensor in stored:
@@ -150,11 +166,11 @@ class TensorTable:
 
 
 def _in_order(tensor: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """The dimensions by falling stride, and the tensor contiguous in that order."""
+    """The dimensions by decreasing stride, and the tensor, contiguous in that order."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
     laid_out = tensor.permute(order)
-    if not laid_out.is_contiguous():  # it has gaps or overlaps itself: its own strides are not worth keeping
+    if not laid_out.is_contiguous():  # it has gaps or overlaps itself, so its strides are not stored
         order, laid_out = list(range(tensor.dim())), tensor.contiguous()
     return order, laid_out
 
@@ -171,14 +187,14 @@ def _bytes(tensor: torch.Tensor) -> Any:
 def read_tensors(
     buffer: memoryview, described: Mapping[str, Mapping[str, Any]], devices: Devices
 ) -> dict[str, torch.Tensor]:
-    """The tensors over the buffer's own memory; ArchiveError unless each lies completely inside it."""
+    """The tensors in the buffer's own memory; ArchiveError if one does not lie completely inside it."""
     length = struct.unpack_from("<Q", buffer)[0]
     if length > min(MOST_HEADER, len(buffer) - 8):
         raise ArchiveError(f"the header of {WEIGHTS} claims {length} bytes")
     header = json.loads(bytes(buffer[8 : 8 + length]))
     data = buffer[8 + length :]
     parts = {key: entry["rows"] for key, entry in described.items() if "rows" in entry}
-    if set(header) != set(described) - set(parts):
+    if set(header) != {key for key, entry in described.items() if not {"rows", "alike"} & entry.keys()}:
         raise ArchiveError(f"{WEIGHTS} does not hold the tensors of the manifest")
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in header.items():
@@ -191,7 +207,30 @@ def read_tensors(
         if whole in parts or not 0 <= begin < stop <= len(tensors[whole]):
             raise ArchiveError(f"{key} is not part of {whole} as the manifest says")
         tensors[key] = tensors[whole][begin:stop]
-    return tensors
+    return tensors | alike(tensors, described)
+
+
+def alike(
+    tensors: Mapping[str, torch.Tensor], described: Mapping[str, Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """The tensors that are the bytes of others, over the memory of those.
+
+    Weights in few bits stand in the model in one shape and dtype, and in another in what engines read: they
+    took two thirds of the file.
+    """
+    found = {}
+    views = {key: entry["alike"] for key, entry in described.items() if "alike" in entry}
+    for key, (whole, dtype, shape) in views.items():
+        held, wanted = tensors[whole], DTYPES[dtype]
+        if min(shape, default=0) < 0 or held.nbytes != math.prod(shape) * wanted.itemsize:
+            raise ArchiveError(f"{key} does not consist of the bytes of {whole}")
+        found[key] = _read_again(held, wanted, shape)
+    return found
+
+
+def _read_again(tensor: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    return (octets if octets.data_ptr() % dtype.itemsize == 0 else octets.clone()).view(dtype).view(shape)
 
 
 def _read(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
@@ -214,9 +253,9 @@ def _placed(tensor: torch.Tensor, description: Mapping[str, Any], devices: Devic
 
 
 def _rows_of_others(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
-    """Of which tensor, and from which row on, others are a part; none of these is a part itself.
+    """For tensors that are rows of another one: that tensor, and the first row. No row has rows of its own.
 
-    OpenVINO's joined projections stood beside the weights that they were joined from: a fifth of BERT's file.
+    Otherwise, the projections that OpenVINO joins would be stored twice, which was a fifth of BERT's file.
 
     >>> a, b = torch.rand(200, 256), torch.rand(100, 256)
     >>> _rows_of_others({"a": a, "b": b, "joined": torch.cat([a, b])})
@@ -238,7 +277,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _among(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
-    """The same for tensors whose rows are of one shape and dtype."""
+    """The same, for tensors whose rows have one shape and dtype."""
     begins: dict[bytes, list[str]] = defaultdict(list)
     for key, tensor in tensors.items():
         begins[next(iter(_beginnings(tensor[:1])))].append(key)
@@ -268,5 +307,5 @@ def _has_room(part: torch.Tensor, whole: torch.Tensor, row: int) -> bool:
 
 def _is_there(part: torch.Tensor, whole: torch.Tensor, row: int) -> bool:
     rows = whole[row : row + len(part)]
-    # By bytes: -0.0 is not 0.0, and NaN is itself.
+    # Bytes are compared: -0.0 differs from 0.0, and NaN equals itself.
     return torch.equal(part.reshape(-1).view(torch.uint8), rows.reshape(-1).view(torch.uint8))

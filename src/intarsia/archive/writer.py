@@ -1,8 +1,8 @@
-"""Compiled modules to a file: any number of programs, over one table of tensors.
+"""The writer: compiled modules become a file of any number of programs with one table of tensors.
 
-`save`, `tuning.save`, `generation.save` and the build cache all write by this; they differ in the name of the
-format and in what the manifest says besides. What programs share, such as the weights of a model's prompt and
-token, stands in the file once.
+`save`, `tuning.save`, `generation.save` and the build cache use it, with formats of different names and with
+additional entries in the manifest. Tensors that programs share, such as the weights in the programs for
+prompts and tokens, are stored once.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ if TYPE_CHECKING:
     from intarsia.network import Network
 
 FORMAT, VERSION = "intarsia", 3
-MODEL = "model"  # the name of the program in a file that has one
+MODEL = "model"  # the name of the only program in a file
 
 
 @dataclass(frozen=True)
 class _Packing:
-    """A piece whose engine may have its own form of the network."""
+    """A piece whose engine may pack its network."""
 
-    entry: dict[str, Json]  # the piece, in the manifest
+    entry: dict[str, Json]  # of the piece, in the manifest
     engine: NetworkEngine
     network: Network
     keys: dict[str, str]  # of weights, by their names in the network
 
 
 class BundleWriter:
-    """Collects programs, then writes them: `add` each, then `write` or `to_bytes`."""
+    """Collects programs by `add`, then writes them by `write` or `to_bytes`."""
 
     def __init__(self, native: bool = False) -> None:
-        self._native = native  # whether engines are asked for packages of machine code
+        self._native = native  # whether engines add packages of machine code
         self._tensors = TensorTable()
         self._members: dict[str, bytes] = {}
         self._packings: list[_Packing] = []
-        self._engines: dict[str, Json] = {}  # of the program that is added
+        self._engines: dict[str, Json] = {}  # of the program that is being added
         self._programs: dict[str, Json] = {}
-        self._strategy = ""  # of the plan, and of the plans of bodies
+        self._strategy = ""  # of the plan and of the plans of bodies
 
     def add(self, name: str, compiled: nn.Module) -> str:
-        """Take a program; its name."""
+        """Add a program; returns its name."""
         if not isinstance(compiled, Compiled):
             raise ArchiveError(f"a {type(compiled).__name__} cannot be saved: it is not a compiled module")
         if not compiled.stands_for_model:
             raise ArchiveError(
                 "this model runs as it is, in its own Python code, which a file cannot contain"
             )
-        # Weights that were written to since would lie beside what was folded from the old ones.
+        # After a write to a weight, folded constants would be those of the old values.
         compiled.weights.check(thorough=True)
         self._strategy, self._engines = compiled.plan.strategy, {}
         packages = len(self._members_under("native/"))
@@ -83,7 +83,7 @@ class BundleWriter:
         return name
 
     def leaves(self, values: Sequence[Any]) -> list[Json]:
-        """Tensors and plain values, such as an example's."""
+        """Tensors and plain values, such as those of an example."""
         return [
             {"tensor": self._tensors.add(value, "example")}
             if isinstance(value, torch.Tensor)
@@ -98,14 +98,14 @@ class BundleWriter:
         version: int = VERSION,
         about: Mapping[str, Json] | None = None,
     ) -> None:
-        """Write the file, with what the manifest says `about` it; it appears whole or not at all."""
+        """Write the file, with `about` in its manifest. The file appears complete or not at all."""
         manifest = {"format": format, "version": version, **(about or {})}
         write_atomically(path, lambda file, draft: self._write(file, manifest, draft))
 
     def to_bytes(
         self, format: str = FORMAT, version: int = VERSION, about: Mapping[str, Json] | None = None
     ) -> bytes:
-        """The file, in memory; engines will be built again, since theirs need a file to find weights in."""
+        """The bytes of the file. Packed programs are left out, since they read weights from a file."""
         file = io.BytesIO()
         self._write(file, {"format": format, "version": version, **(about or {})}, None)
         return file.getvalue()
@@ -140,7 +140,7 @@ class BundleWriter:
 
     def _program(self, compiled: Compiled) -> Json:
         lowered, state = compiled.lowered, plain_state(compiled.state_dict())
-        # What a call changes comes first, and alone; then the model's weights, under the model's own names.
+        # Tensors that a call changes come first, then the model's weights, by the model's own names.
         buffers = {name: self._tensors.add(t, name, changing=True) for name, t in lowered.buffers.items()}
         weights = {name: self._tensors.add(tensor, name) for name, tensor in state.items()}
         run = compiled.run
@@ -164,7 +164,7 @@ class BundleWriter:
             elif compiled.captured is not None:
                 module = compiled.captured()
             else:
-                return {"reason": "the module that was saved had not kept the program it was made of"}
+                return {"reason": "the saved module did not have its captured program"}
             data = captured_to_json(module, self._tensors, self._body)
         except (ArchiveError, RefitError) as error:
             return {"reason": str(error)}
@@ -179,7 +179,7 @@ class BundleWriter:
         }
 
     def _body(self, module: nn.Module) -> Json:
-        """A body of control flow: compiled, in a piece; as it was lowered, in the whole graph."""
+        """A body of control flow: compiled, in a piece; lowered, in the whole graph."""
         if isinstance(module, Inlay):
             owner = module.graph.owning_module
             if owner is None:
@@ -214,14 +214,14 @@ class BundleWriter:
             "module": graph_to_json(origin.module, self._tensors, self._body, values=values),
             "makes": [
                 None if make is None else [to_json(make[0]), None if make[1] is None else list(make[1])]
-                for make in program.makes
+                for make in program.types
             ],
             "only_full": origin.only_full,
         }
         if self._native and isinstance(origin.engine, GraphEngine) and origin.engine.runs_packages:
             entry["native"] = self._package(origin.engine, origin.module)
         if origin.network is not None:
-            from intarsia.archive.networks import network_to_onnx  # which loading may do without
+            from intarsia.archive.networks import network_to_onnx  # loading does not need it
 
             data, keys = network_to_onnx(origin.network, self._tensors)
             entry |= {"network": self._member("networks/", ".onnx", data), "weights": keys}
@@ -238,18 +238,18 @@ class BundleWriter:
 
 
 def _pack(writer: Writer, packing: _Packing, path: str, places: dict[str, int], member: str) -> None:
-    """Add what the engine has compiled, if it can give that."""
+    """Add the packed program, if the engine packs programs."""
 
     def append(data: bytes) -> int:
         writer.add(f"{member}.constants", [data])
         writer.flush()
         return writer.places[f"{member}.constants"]
 
-    known = {name: places[key] for name, key in packing.keys.items() if key in places}
+    positions = {name: places[key] for name, key in packing.keys.items() if key in places}
     try:
-        packed = packing.engine.pack(packing.network, GrowingFile(path, known, append))
+        packed = packing.engine.pack(packing.network, GrowingFile(path, positions, append))
     except EngineError:
-        return  # it is built again when the file is loaded, as any engine without a form of its own
+        return  # the engine is built again when the file is loaded
     if packed is not None:
         writer.add(f"{member}.blob", [packed.blob])
         about = dict(packed.about)
@@ -261,7 +261,7 @@ def _pack(writer: Writer, packing: _Packing, path: str, places: dict[str, int], 
 
 
 def made_by() -> dict[str, Json]:
-    """Who writes a file, and where."""
+    """The versions and the system that write a file."""
     return {
         "intarsia": package_version("intarsia"),
         "torch": torch.__version__,
@@ -274,7 +274,7 @@ def made_by() -> dict[str, Json]:
 
 
 def save_bytes(compiled: nn.Module) -> bytes:
-    """A compiled module as a file in memory."""
+    """The bytes of a compiled module's file."""
     bundle = BundleWriter()
     bundle.add(MODEL, compiled)
     return bundle.to_bytes()

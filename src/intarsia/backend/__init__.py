@@ -1,4 +1,4 @@
-"""The just-in-time door: `torch.compile(model, backend="intarsia")`, and what became of each graph."""
+"""The backend of torch.compile: `torch.compile(model, backend="intarsia")`, and a report for each graph."""
 
 from intarsia.backend.dynamo_backend import intarsia_backend as intarsia_backend
 from intarsia.backend.reports import GraphReport as GraphReport

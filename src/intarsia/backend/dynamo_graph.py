@@ -1,7 +1,7 @@
-"""What Dynamo's graph is called with: weights, sizes, numbers and tensors, each identified.
+"""The inputs of Dynamo's graph by kind: weights, sizes, numbers and tensors.
 
-Dynamo lifts everything to an input, parameters and sizes too. Dynamo marks the kind of each input by private
-names; only this file reads them, and `tests/backend/test_dynamo_graph.py` watches them.
+Dynamo makes everything an input, parameters and sizes too, and marks the kind of an input by private names.
+Only this file reads them, and `tests/backend/test_dynamo_graph.py` tests them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Kind(Enum):
 
     WEIGHT = "a parameter, buffer or tensor attribute of a module"
     SIZE = "a size of one of the tensors"
-    NUMBER = "a whole number that varies from call to call"
-    SETTING = "a number of a module, which Dynamo hands over as a tensor"
+    NUMBER = "an integer that varies between calls"
+    SETTING = "a number of a module, which Dynamo passes as a tensor"
     TENSOR = "a tensor of the caller"
 
 
 @dataclass(frozen=True)
 class DynamoInput:
-    """One input of a graph. `source` is where Dynamo found it; a size is that of `tensor` in `axis`.
+    """One input of a graph. `source` is Dynamo's name for it; a size is that of `tensor` in `axis`.
 
     `dims` has a range for each axis that varies; for a number, `dims` is its range.
     """
@@ -45,52 +45,52 @@ class DynamoInput:
 
 
 def inputs_of(module: fx.GraphModule, inputs: Sequence[Any]) -> list[DynamoInput]:
-    """Each input of a graph that Dynamo passed to its backend, by its kind."""
+    """The inputs of a graph that Dynamo passed to its backend, with their kinds."""
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     values = [_symbolic(node, value_now) for node, value_now in zip(nodes, inputs, strict=True)]
     sizes = _sizes(values)
-    known = []
+    results = []
     for node, value, value_now in zip(nodes, values, inputs, strict=True):
         source = _source_name(node)
         if isinstance(value, torch.SymInt):
             place = sizes.get(str(value))
             if place is not None:
-                known.append(DynamoInput(Kind.SIZE, source, *place))
+                results.append(DynamoInput(Kind.SIZE, source, *place))
             else:
-                known.append(DynamoInput(Kind.NUMBER, source, dims=_range(value)))
+                results.append(DynamoInput(Kind.NUMBER, source, dims=_range(value)))
         elif not isinstance(value, torch.Tensor):
-            known.append(DynamoInput(Kind.NUMBER, source))
+            results.append(DynamoInput(Kind.NUMBER, source))
         elif _is_of_module(node, value_now):
             wrapped = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
-            known.append(DynamoInput(Kind.SETTING if wrapped else Kind.WEIGHT, source))
+            results.append(DynamoInput(Kind.SETTING if wrapped else Kind.WEIGHT, source))
         else:
             ranges = {axis: _range(size) for axis, size in enumerate(value.shape)}
-            vary = {axis: held for axis, held in ranges.items() if held is not None}
-            known.append(DynamoInput(Kind.TENSOR, source, dims=vary or None))
-    return known
+            vary = {axis: dim for axis, dim in ranges.items() if dim is not None}
+            results.append(DynamoInput(Kind.TENSOR, source, dims=vary or None))
+    return results
 
 
 @contextlib.contextmanager
 def apart_from_dynamo() -> Iterator[None]:
-    """A context in which tracing does not add guards to the frame that Dynamo is compiling."""
+    """In the `with` block, tracing adds no guards to the frame that Dynamo compiles."""
     tracing = getattr(torch._guards, "tracing", None)
     if tracing is None:
-        raise CaptureError(f"torch {torch.__version__} has no way to trace inside of torch.compile's backend")
+        raise CaptureError(f"torch {torch.__version__} cannot trace inside a backend of torch.compile")
     with tracing(None):
         yield
 
 
 def plain_number(value: Any) -> Any:
-    """A symbolic number as the number it is in the example call."""
+    """The value of a symbolic number in the example call; other values are unchanged."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.hint
     return value
 
 
 def settled(node: fx.Node) -> bool:
-    """Whether Dynamo's guards say of a number read out of a tensor that it is always the same.
+    """Whether Dynamo's guards fix a number that is read from a tensor.
 
-    With `dynamic=True` every float attribute of a module (`eps`, `momentum`) arrives that way.
+    With `dynamic=True`, every float attribute of a module (`eps`, `momentum`) is such an input.
     """
     value = node.meta.get("example_value")
     if isinstance(value, torch.SymFloat | torch.SymInt):
@@ -98,10 +98,10 @@ def settled(node: fx.Node) -> bool:
     return isinstance(value, int | float)
 
 
-def _symbolic(node: fx.Node, given: Any) -> Any:
-    """The input as Dynamo saw it: a tensor whose sizes may be symbols, or a symbol."""
+def _symbolic(node: fx.Node, actual: Any) -> Any:
+    """The input as Dynamo traced it: a tensor whose sizes may be symbols, or a symbol."""
     value = node.meta.get("example_value")
-    return given if value is None else value
+    return actual if value is None else value
 
 
 def _sizes(values: Sequence[Any]) -> dict[str, tuple[int, int]]:
@@ -116,7 +116,7 @@ def _sizes(values: Sequence[Any]) -> dict[str, tuple[int, int]]:
 
 
 def _range(size: torch.SymInt | int) -> Any:
-    """What Dynamo's guards let a size be, as `torch.export` takes it; None where it is one number."""
+    """The range of a size by Dynamo's guards, for `torch.export`; None if it is one number."""
     if not isinstance(size, torch.SymInt):
         return None
     bounds = size.node.shape_env.bound_sympy(size.node.expr)

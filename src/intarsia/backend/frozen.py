@@ -1,4 +1,4 @@
-"""Dynamo's graph with its weights inside, as a model has them, and the program compiled for them.
+"""Dynamo's graph with its weights as constants, and the program that is compiled from it.
 
 Dynamo passes parameters as inputs, and engines are far slower with weights that they cannot pack.
 """
@@ -20,16 +20,16 @@ from intarsia.backend.dynamo_graph import DynamoInput, Kind, plain_number, settl
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.freshness import Freshness, Weight
 
-Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of device that compute in less, and in what
+Autocast = tuple[tuple[str, torch.dtype], ...]  # device types under autocast, and the dtype of each
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A module to compile and how Dynamo's call maps onto it.
+    """A module to compile, and how Dynamo's call maps to it.
 
-    `weights` are the places of Dynamo's inputs that are inside, `taken` of those that are its inputs, and
-    `settings` of numbers that are written into it, with their values. With `single`, it returns its one
-    result as it is, not in a tuple.
+    `weights` are the places of Dynamo's inputs that are constants of it, `taken` of those that are its
+    inputs, and `settings` of numbers that are constants, with their values. With `single`, it returns its one
+    result by itself, not in a tuple.
     """
 
     module: nn.Module
@@ -42,35 +42,35 @@ class Frozen:
 
 def freeze(
     module: fx.GraphModule,
-    known: Sequence[DynamoInput],
+    kinds: Sequence[DynamoInput],
     inputs: Sequence[Any],
     live: frozenset[int],
     autocast: Autocast,
 ) -> Frozen:
-    """The graph with the weights among `inputs` as its own, but for those that are `live`.
+    """The graph with the weights among `inputs` as constants, except those that are `live`.
 
-    A size is read off its tensor, so that no number is left to pass; what surrounds the call (`autocast`) is
-    written into the module.
+    A size is read from its tensor, so that no number has to be passed. The autocast around the call becomes
+    part of the module.
     """
     frozen = fx.GraphModule(module, copy.deepcopy(module.graph))
     nodes = [node for node in frozen.graph.nodes if node.op == "placeholder"]
-    settings = _write_settings(frozen.graph, nodes, known, inputs)
-    weights = [i for i, item in enumerate(known) if item.kind is Kind.WEIGHT and i not in live]
+    settings = _write_settings(frozen.graph, nodes, kinds, inputs)
+    weights = [i for i, item in enumerate(kinds) if item.kind is Kind.WEIGHT and i not in live]
     first = next(node for node in frozen.graph.nodes if node.op != "placeholder")
     with frozen.graph.inserting_before(first):
         for i in weights:
             name = f"weight_{i}"
             frozen.register_buffer(name, inputs[i].detach())
             _replace(frozen.graph, nodes[i], frozen.graph.get_attr(name))
-        read = [i for i, item in enumerate(known) if item.kind is Kind.SIZE and nodes[i].users]
-        for i, item in ((i, known[i]) for i in read):
+        read = [i for i, item in enumerate(kinds) if item.kind is Kind.SIZE and nodes[i].users]
+        for i, item in ((i, kinds[i]) for i in read):
             size = frozen.graph.call_function(torch.ops.aten.sym_size.int, (nodes[item.tensor], item.axis))
             _replace(frozen.graph, nodes[i], size)
     taken = []
     for i, node in enumerate(nodes):
         if i in weights or i in read:
             continue
-        if not node.users and known[i].kind is not Kind.TENSOR:
+        if not node.users and kinds[i].kind is not Kind.TENSOR:
             frozen.graph.erase_node(node)
         else:
             taken.append(i)
@@ -78,48 +78,48 @@ def freeze(
     frozen.graph.lint()
     frozen.recompile()
     for node in frozen.graph.nodes:
-        node.meta.pop("example_value", None)  # sizes of Dynamo's own symbols, which mean nothing here
-    dims: tuple[Any, ...] | None = tuple(known[i].dims for i in taken)
+        node.meta.pop("example_value", None)  # it has Dynamo's own symbols, which mean nothing here
+    dims: tuple[Any, ...] | None = tuple(kinds[i].dims for i in taken)
     dims = dims if any(dims or ()) else None
     if not autocast:
         return Frozen(frozen, tuple(weights), tuple(taken), dims, single, settings)
-    # `forward(*args)` has one parameter, which holds all.
-    held = None if dims is None else (dims,)
-    return Frozen(_Within(frozen, autocast), tuple(weights), tuple(taken), held, single, settings)
+    # `forward(*args)` has one parameter, which contains all arguments.
+    shapes = None if dims is None else (dims,)
+    return Frozen(_Within(frozen, autocast), tuple(weights), tuple(taken), shapes, single, settings)
 
 
 def _write_settings(
-    graph: fx.Graph, nodes: Sequence[fx.Node], known: Sequence[DynamoInput], inputs: Sequence[Any]
+    graph: fx.Graph, nodes: Sequence[fx.Node], kinds: Sequence[DynamoInput], inputs: Sequence[Any]
 ) -> tuple[tuple[int, float], ...]:
-    """Numbers of modules as constants; those without a guard of Dynamo are returned, with their values."""
-    open_ones = []
-    for i, item in enumerate(known):
+    """Make numbers of modules constants; returns those that Dynamo does not guard, with their values."""
+    unguarded = []
+    for i, item in enumerate(kinds):
         if item.kind is not Kind.SETTING:
             continue
         reads = [node for node in nodes[i].users if node.op == "call_method" and node.target == "item"]
         number = inputs[i].item()
         if not all(map(settled, reads)):
-            open_ones.append((i, number))
+            unguarded.append((i, number))
         for node in reads:
             node.replace_all_uses_with(number)
             graph.erase_node(node)
-    return tuple(open_ones)
+    return tuple(unguarded)
 
 
 def example_of(frozen: Frozen, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The call of the frozen module that Dynamo's call is; numbers as they are in this call."""
-    picked = [plain_number(inputs[i]) for i in frozen.taken]
-    return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in picked)
+    """The arguments of the frozen module for a call of Dynamo's graph; numbers have their present values."""
+    values = [plain_number(inputs[i]) for i in frozen.taken]
+    return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in values)
 
 
 def autocast_now() -> Autocast:
-    """The autocast that is on around the caller."""
+    """The autocast of the caller."""
     kinds = ("cpu", "cuda")
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 def without_autocast(autocast: Autocast) -> AbstractContextManager[Any]:
-    """The context for a module that enters autocast itself."""
+    """A context without autocast, for a module that enters autocast itself."""
     stack = ExitStack()
     for kind, dtype in autocast:
         stack.enter_context(torch.autocast(kind, dtype, enabled=False))
@@ -127,7 +127,7 @@ def without_autocast(autocast: Autocast) -> AbstractContextManager[Any]:
 
 
 class _Within(nn.Module):
-    """A graph under the autocast that its caller had on."""
+    """A graph under the autocast of its caller."""
 
     def __init__(self, graph: fx.GraphModule, autocast: Autocast) -> None:
         super().__init__()
@@ -147,8 +147,8 @@ def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
 
 
 def _unwrap(graph: fx.Graph) -> bool:
-    """Return a single result by itself, which a compiled module gives back without looking further."""
-    output = next(iter(reversed(graph.nodes)))
+    """Make the graph return a single result by itself, which is faster; whether it has one."""
+    output = graph.output_node()
     results = output.args[0]
     if not isinstance(results, list | tuple) or len(results) != 1 or not isinstance(results[0], fx.Node):
         return False
@@ -157,15 +157,15 @@ def _unwrap(graph: fx.Graph) -> bool:
 
 
 NOTE = (
-    "it needs gradients, which compiled modules do not give; call it under torch.no_grad(), or, if it is not"
+    "it needs gradients, which compiled modules do not have; call it under torch.no_grad() or, if it is not"
     " trained, set requires_grad_(False) on it"
 )
 
 
 def needs_gradients(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether a result of the graph, or something it changes, carries gradients back to an input.
+    """Whether gradients flow from a result of the graph, or from what it changes, to an input.
 
-    A graph of frozen weights and plain inputs does not, whatever the grad mode is around it.
+    They do not in a graph of frozen weights and inputs without gradients, in any grad mode.
     """
     if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         return False
@@ -174,7 +174,7 @@ def needs_gradients(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     )
     if not torch.is_grad_enabled() and not switched_on:
         return False
-    output = next(iter(reversed(module.graph.nodes)))
+    output = module.graph.output_node()
     results = [*output.all_input_nodes, *(node for node in module.graph.nodes if _writes(node))]
     values = [node.meta.get("example_value") for node in results]
     return any(value is None or getattr(value, "requires_grad", False) for value in values)
@@ -188,24 +188,26 @@ def _writes(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled graph, and the weights it holds. That they are the same tensors is looked at before a call;
-    whether they were written to, the compiled module itself looks, which raises StaleWeightsError.
+    """A compiled graph and its weights.
+
+    `fits` checks before a call whether the weights are the same tensors. The compiled module checks whether
+    they were written to, and raises StaleWeightsError.
     """
 
     compiled: Callable[..., Any]
     frozen: Frozen
     autocast: Autocast
     weights_of: Callable[[Sequence[Any]], tuple[Any, ...]]
-    weights: Freshness  # which drops the program with its weights
+    weights: Freshness  # it drops the program when a weight is freed
 
     def fits(self, args: Sequence[Any]) -> bool:
-        """Whether these are the weights and settings it was compiled with."""
+        """Whether the weights and settings of a call are those it was compiled with."""
         return self.weights.holds(self.weights_of(args)) and all(
             args[i].item() == number for i, number in self.frozen.settings
         )
 
     def changed(self, args: Sequence[Any]) -> list[int]:
-        """Which of the call's inputs are weights that it was not compiled with, or that were written to."""
+        """The inputs of a call that are other weights than those compiled, or were written to."""
         return [self.frozen.weights[place] for place in self.weights.changed(self.weights_of(args))]
 
     def __call__(self, args: Sequence[Any]) -> Any:
@@ -225,7 +227,7 @@ def program_of(
     args: Sequence[Any],
     drop: Callable[[], Callable[[Program], None] | None],
 ) -> Program:
-    """A program. When one of its weights is freed, the result of `drop` is called with it."""
+    """A program. When one of its weights is freed, the function that `drop` returns is called with it."""
     weights_of = picker(frozen.weights)
     programs: list[weakref.ref[Program]] = []
 
@@ -241,7 +243,7 @@ def program_of(
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that picks these places of a call, at the speed of C.
+    """A function that selects these places of a call, which for several runs in C.
 
     >>> picker([2])("abc"), picker([])("abc"), picker([0, 2])("abc")
     (('c',), (), ('a', 'c'))

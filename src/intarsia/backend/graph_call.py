@@ -1,7 +1,7 @@
-"""The callable for Dynamo: a graph compiled for the weights, sizes and numbers it is called with.
+"""The callable for Dynamo: a graph, compiled for the weights, sizes and numbers of its calls.
 
-Freezing again takes seconds, so a weight that changed four times becomes an input. One graph serves several
-modules of a class: programs are kept by their weights.
+Compiling with new weights takes seconds, so a weight that changed four times becomes an input. Several
+modules of a class share one graph, so programs are stored by their weights.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch import fx
 
 from intarsia.backend.dynamo_graph import DynamoInput, Kind, apart_from_dynamo
 from intarsia.backend.frozen import Autocast, Program, example_of, freeze, program_of, without_autocast
-from intarsia.backend.options import without_name
 from intarsia.backend.reports import GraphReport, joined, update
 from intarsia.compiler.entry import compile_whole
 from intarsia.errors import (
@@ -29,41 +29,42 @@ from intarsia.errors import (
     StaleWeightsError,
     UnknownNameError,
     first_line,
+    some_of,
 )
 from intarsia.graph.segment import PYTORCH
 from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 
-_CHANGES = 4  # a weight that changed so often is an input from then on
+_CHANGES = 4  # a weight that has changed this often becomes an input
 _MOST_PROGRAMS = 64  # of one graph, which modules of one class share
-_OTHER_CALL = (InputError, StaleWeightsError)  # what a program says of a call that is not for it
+_OTHER_CALL = (InputError, StaleWeightsError)  # raised by a program that does not fit a call
 
 
 class GraphCall:
-    """A graph of Dynamo, called with all its inputs, weights among them.
+    """A graph of Dynamo, called with all its inputs, including the weights.
 
-    The weights are constants of the programs that it is compiled to. A call looks whether they are still the
-    same tensors, in the same place, with the same contents (`Freshness`), and compiles again if not; a weight
-    that keeps changing becomes an input. What no program can be made for runs as captured.
+    The weights are constants of its programs. A call checks whether they are the same tensors, at the same
+    memory addresses, with the same contents (`Freshness`). If not, the graph is compiled again, and a weight
+    that keeps changing becomes an input. Calls without a program run the graph as captured.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        known: Sequence[DynamoInput],
+        kinds: Sequence[DynamoInput],
         options: CompileOptions,
         autocast: Autocast,
         report: GraphReport,
     ) -> None:
-        self._module, self._known, self._options = module, tuple(known), options
+        self._module, self._kinds, self._options = module, tuple(kinds), options
         self._autocast, self._report = autocast, report
-        self._weights = [i for i, item in enumerate(known) if item.kind is Kind.WEIGHT]
+        self._weights = [i for i, item in enumerate(kinds) if item.kind is Kind.WEIGHT]
         self._programs: tuple[Program, ...] = ()
         self._last: Program | None = None
-        self._newest: Program | None = None  # the one compiled last
-        self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}  # the weights it was compiled with
+        self._newest: Program | None = None
+        self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}  # the weights of the newest program
         self._changes: dict[int, int] = {}
-        self._live: frozenset[int] = frozenset()  # weights that are inputs, since they keep changing
+        self._live: frozenset[int] = frozenset()  # weights that are inputs because they keep changing
         self._resized = 0
         self._lock = threading.RLock()
 
@@ -77,10 +78,10 @@ class GraphCall:
         return self._otherwise(args)
 
     def prepare(self, args: Sequence[Any]) -> None:
-        """Compile for the first call. Raises an error if an option of the user cannot be satisfied."""
+        """Compile for the first call. Raises an error if an option of the user's cannot be satisfied."""
         with self._lock:
             try:
-                self._compile_knowing_names(args)
+                self._compile_for_names(args)
             except (CaptureError, LoweringError, InternalError) as error:
                 if self._options.is_strict:
                     if isinstance(error, InternalError) and error.__cause__ is not None:
@@ -89,16 +90,16 @@ class GraphCall:
                 self.leave(first_line(error))
             except IntarsiaError:
                 raise
-            except Exception as error:  # no reason to fail where PyTorch works
+            except Exception as error:  # the graph still runs in PyTorch
                 self.leave(f"{type(error).__name__}: {error}")
 
     def leave(self, reason: str) -> None:
-        """Run the graph as captured from now on, whenever no program fits."""
+        """Run the graph as captured from now on if no program fits a call."""
         self._report = update(self._report, reason=reason)
         warnings.warn(f"this graph runs in PyTorch ({self._report.where}): {reason}", stacklevel=3)
 
     def _otherwise(self, args: Sequence[Any]) -> Any:
-        """A call that does not fit the last program."""
+        """Answer a call that does not fit the last program."""
         with self._lock:
             for program in self._programs:
                 if program is self._last or not program.fits(args):
@@ -123,7 +124,7 @@ class GraphCall:
         return self._module(*args)
 
     def _count_changes(self, args: Sequence[Any]) -> None:
-        """Note which weights changed; those that keep changing become inputs. All of it has an end."""
+        """Count which weights changed. Those that keep changing become inputs; all counts have a limit."""
         others = [i for i, weight in self._frozen.items() if weight() is not args[i]]
         changed = others if self._newest is None else self._newest.changed(args)
         if not changed:
@@ -132,12 +133,12 @@ class GraphCall:
                 self.leave(f"it was compiled {self._resized} times for sizes or numbers that did not hold")
         elif self._report.programs >= _MOST_PROGRAMS:
             self.leave(f"it was compiled {_MOST_PROGRAMS} times, with other weights each time")
-        elif len(others) < max(2, len(self._frozen)):  # all at once are another module's of the same class
+        elif len(others) < max(2, len(self._frozen)):  # if all differ, they are those of another module
             for i in changed:
                 self._changes[i] = self._changes.get(i, 0) + 1
             often = {i for i, times in self._changes.items() if times >= _CHANGES}
             if often - self._live:
-                names = ", ".join(self._known[i].source for i in sorted(often - self._live)[:3])
+                names = some_of([self._kinds[i].source for i in sorted(often - self._live)])
                 self._note(f"{names} changed {_CHANGES} times: no longer constants of the program")
                 self._live |= often
                 self._programs, self._last = (), None
@@ -145,13 +146,13 @@ class GraphCall:
         self._programs = tuple(p for p in self._programs if p not in stale)
         self._newest = None if self._newest in stale else self._newest
 
-    def _compile_knowing_names(self, args: Sequence[Any]) -> None:
-        """Compile; a name in the options that this graph does not have may be another graph's."""
+    def _compile_for_names(self, args: Sequence[Any]) -> None:
+        """Compile without the names in the options that this graph does not have; another may have them."""
         while True:
             try:
                 return self._compile(args)
             except UnknownNameError as error:
-                options = without_name(self._options, error)
+                options = _without_name(self._options, error)
                 if options is None:
                     raise
                 self._options = options
@@ -161,11 +162,11 @@ class GraphCall:
         uncounted = {i for i in self._weights if args[i].is_inference()} - self._live
         if uncounted:
             self._live |= uncounted
-            names = ", ".join(self._known[i].source for i in sorted(uncounted)[:3])
+            names = some_of([self._kinds[i].source for i in sorted(uncounted)])
             self._note(
                 f"{names}: created in inference mode, where torch does not count changes, so not a constant"
             )
-        frozen = freeze(self._module, self._known, args, self._live, self._autocast)
+        frozen = freeze(self._module, self._kinds, args, self._live, self._autocast)
         with (
             apart_from_dynamo(),
             torch.inference_mode(False),
@@ -207,5 +208,14 @@ class GraphCall:
 
 
 def _recompile_limit() -> int:
-    """How often Dynamo compiles one piece of code before it leaves it alone."""
+    """The number of times that Dynamo compiles one piece of code."""
     return int(getattr(torch._dynamo.config, "recompile_limit", 8))
+
+
+def _without_name(options: CompileOptions, error: UnknownNameError) -> CompileOptions | None:
+    """The options without a name that one graph does not have; None if it cannot be removed."""
+    names = getattr(options.limits, error.option)
+    if isinstance(names, str) or not isinstance(names, Sequence) or error.name not in names:
+        return None
+    others: Any = [name for name in names if name is not error.name and name != error.name]
+    return replace(options, limits=replace(options.limits, **{error.option: others}))

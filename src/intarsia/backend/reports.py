@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-_MOST = 1000  # graphs remembered
+_MOST = 1000  # graphs
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph: where it begins in the caller's code, what runs on engines, and what else there is to know.
+    """The report of one graph: where it begins in the user's code, and what runs on engines.
 
-    `nodes` counts the operators after lowering and `on_engines` those of them on engines; for a graph that
-    runs as captured both are 0 and `reason` says why. `programs` is how often it was compiled: once for each
-    set of weights, and again where Dynamo's sizes did not hold.
+    `nodes` is the number of operators after lowering, and `on_engines` the number of those on engines. For a
+    graph that runs as captured, both are 0 and `reason` says why. `programs` is the number of compiles: one
+    for each set of weights, and more if sizes varied outside Dynamo's ranges.
     """
 
     number: int
@@ -54,9 +54,9 @@ _count = 0
 
 
 def reports(*, clear: bool = False) -> tuple[GraphReport, ...]:
-    """What each graph given by `torch.compile(backend="intarsia")` became, oldest first.
+    """The report of each graph of `torch.compile(backend="intarsia")`, oldest first.
 
-    With `clear`, they are forgotten afterwards. The last thousand graphs of the process are remembered.
+    With `clear`, they are deleted afterwards. The last thousand graphs of the process have reports.
     """
     reports = tuple(_reports)
     if clear:
@@ -65,7 +65,7 @@ def reports(*, clear: bool = False) -> tuple[GraphReport, ...]:
 
 
 def new_report(where: str) -> GraphReport:
-    """The report of another graph, of which nothing is known yet."""
+    """A new report, which is empty so far."""
     global _count
     _count += 1
     report = GraphReport(_count, where)
@@ -76,12 +76,12 @@ def new_report(where: str) -> GraphReport:
 def update(report: GraphReport, **changes: object) -> GraphReport:
     """The report with these changes, also for `reports()`."""
     changed = replace(report, **changes)  # type: ignore[arg-type]
-    for place, known in enumerate(_reports):
-        if known.number == report.number:
+    for place, other in enumerate(_reports):
+        if other.number == report.number:
             _reports[place] = changed
     return changed
 
 
 def joined(notes: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
-    """Notes without those said before."""
+    """The notes, each once."""
     return tuple(dict.fromkeys((*notes, *more)))

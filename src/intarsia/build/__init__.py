@@ -1,1 +1,1 @@
-"""Pieces to programs: convert, rewrite, build, try; what fails leaves its engine and the plan is repaired."""
+"""Building: pieces become programs, which are compared with PyTorch; a plan whose pieces fail is repaired."""

@@ -1,4 +1,4 @@
-"""Pieces to programs: convert, rewrite, build, try; what fails leaves its engine and the plan is repaired."""
+"""The builder of pieces: convert, rewrite, build and compare. If a piece fails, the plan is repaired."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy,
 from intarsia.partition.constrain import constrain
 from intarsia.partition.strategies import require_full
 from intarsia.partition.support import support_table
-from intarsia.runtime.fallback import Origin, has_empty, makes_of, with_fallback
+from intarsia.runtime.fallback import Origin, has_empty, types_of, with_fallback
 from intarsia.runtime.inlay import Inlay
 
-_TIMED_RUNS = 3  # the quickest counts: OpenVINO prepares for sizes in the first
-_TOO_SLOW = 1.1  # a plan this much slower than the best will not win even when a part of it moves to PyTorch
+_TIMED_RUNS = 3  # the fastest counts, since OpenVINO prepares for sizes in the first
+_TOO_SLOW = 1.1  # a plan this much slower than the best will not win after a part of it moves to PyTorch
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and the support table that it was made from."""
+    """A plan, and the support table it was made from."""
 
     plan: Plan
     table: SupportTable
 
 
 class TooSlow(EngineError):
-    """A plan with a wrong answer is slower than a correct one, so that a repair cannot win."""
+    """A plan with a wrong answer is slower than the best plan, so that a repaired one cannot win."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """The time of the best plan so far for one of the examples."""
+    """The time of the best plan so far on one of the examples."""
 
     example: int
     seconds: Callable[[], float]
@@ -64,39 +64,39 @@ class Timed:
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How pieces are built, the same for every plan of a compile, and for the bodies of control flow."""
+    """Settings for building pieces, the same for every plan of a compile and for bodies of control flow."""
 
     options: PartitionOptions
     strategy: Strategy
     rewrite: Rewrite | None = None
-    build_limit_s: float | None = None  # how long an engine may take to build one piece
-    tolerance: float | None = None  # how far engines of shorter arithmetic may be off
-    deadline: float | None = None  # by `time.perf_counter`: no build begins later; OutOfTime then
-    timed: Timed | None = None  # what a plan must not be slower than to be worth a repair; TooSlow then
+    build_limit_s: float | None = None  # of an engine for one piece
+    tolerance: float | None = None  # the error that engines of shorter arithmetic may have
+    deadline: float | None = None  # by `time.perf_counter`; a later build raises OutOfTime
+    timed: Timed | None = None  # a plan to be repaired that is slower than this raises TooSlow
 
 
 @dataclass
 class Builder:
-    """Builds every piece of a plan; correct programs are reused when the plan has to be repaired."""
+    """Builds every piece of a plan. When the plan is repaired, correct programs are reused."""
 
     module: fx.GraphModule
     engines: Sequence[Engine]
     settings: BuildSettings
-    examples: Sequence[Sequence[Any]] = ()  # inputs of the graph; every program is tried on each
-    cases: Cases | None = None  # what pieces answer in PyTorch; builders of one graph may share it
-    notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
-    faults: dict[fx.Node, dict[str, str]] = field(default_factory=dict)  # what bisection found, by engine
+    examples: Sequence[Sequence[Any]] = ()  # inputs of the graph, on which every program is compared
+    cases: Cases | None = None  # PyTorch's answers for pieces, which builders of one graph may share
+    notes: list[str] = field(default_factory=list)  # for the user
+    faults: dict[fx.Node, dict[str, str]] = field(default_factory=dict)  # found by bisection, by engine
     body_plans: dict[str, Plan] = field(default_factory=dict, init=False)  # of control flow, by name
-    errors: dict[str, float] = field(default_factory=dict, init=False)  # of short segments, by first node
+    errors: dict[str, float] = field(default_factory=dict, init=False)  # of shorter arithmetic, by first node
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict, init=False)
-    _lost: dict[str, Failure] = field(default_factory=dict, init=False)  # engines that did not return in time
+    _lost: dict[str, Failure] = field(default_factory=dict, init=False)  # engines that took too long
 
     def of_block(
         self, module: fx.GraphModule, engines: Sequence[Engine], inputs: Sequence[Any], **changes: Any
     ) -> Builder:
-        """A builder for a part of the graph that is only measured, on other engines.
+        """A builder for a part of the graph, which is only measured, on other engines.
 
-        What must be full is the whole; that a block is not shows in its time.
+        `require_full_compilation` does not apply to a part.
         """
         options: PartitionOptions = changes.pop("options", self.settings.options)
         options = replace(options.among([e.name for e in engines]), require_full_compilation=False)
@@ -104,7 +104,7 @@ class Builder:
         return Builder(module, engines, settings, [inputs] if self.examples else ())
 
     def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
-        """A plan whose every piece builds and answers as PyTorch does."""
+        """A plan, its pieces and their programs, which all answer as PyTorch does."""
         return self.build(self.plan(table))
 
     def plan(self, table: SupportTable) -> Planned:
@@ -113,7 +113,7 @@ class Builder:
         return Planned(self.settings.strategy(self.module, table, self.settings.options), table)
 
     def build(self, planned: Planned) -> tuple[Plan, list[Piece], list[Program]]:
-        """The pieces of the plan and their programs; the plan is repaired where a piece fails."""
+        """The plan, its pieces and their programs. If a piece fails, the plan is repaired."""
         plan, table = planned.plan, planned.table
         options = self.settings.options
         while True:
@@ -133,13 +133,13 @@ class Builder:
 
     def _build_all(self, pieces: list[Piece]) -> tuple[list[Program], dict[fx.Node, dict[str, str]]]:
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        known = [dict(zip(placeholders, example, strict=True)) for example in self.examples]
+        values = [dict(zip(placeholders, example, strict=True)) for example in self.examples]
         programs: list[Program] = []
         refusals: dict[fx.Node, dict[str, str]] = {}
         answers = self.cases = self.cases or Cases(self.module)
         timed = self.settings.timed
         for piece in pieces:
-            cases = [answers.of(piece, number, values) for number, values in enumerate(known)]
+            cases = [answers.of(piece, number, known) for number, known in enumerate(values)]
             key = (piece.segment.engine, contents_of(piece))
             program = self._built.get(key)
             if program is None:
@@ -172,18 +172,18 @@ class Builder:
             return tried
         if not engine.is_exact:
             self.errors[compute_nodes(module.graph)[0].name] = tried.error
-        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
-        makes = makes_of([node.meta.get("val") for node in returned])
-        # Guards get their PyTorch only now: an example that PyTorch has to answer is a failure.
+        returned: Any = module.graph.output_node().args[0]
+        types = types_of([node.meta.get("val") for node in returned])
+        # Guards get PyTorch as a fallback only now: on the examples, a refusal is a failure.
         strict = self.settings.options.require_full_compilation
         return with_fallback(
-            tried.program, Origin(engine, module, tried.network, tried.only_full), makes, strict=strict
+            tried.program, Origin(engine, module, tried.network, tried.only_full), types, strict=strict
         )
 
     def _try_both(
         self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case], sample: Case | None = None
     ) -> Tried | Failure:
-        """Try a piece rewritten and, should that fail, as it was converted."""
+        """Try a piece rewritten and, if that fails, without rewriting."""
         outcome = self._try(module, engine, cases, self.settings.rewrite)
         if isinstance(outcome, Failure) and sample is not None:
             self._check_speed(engine, outcome, sample)
@@ -216,23 +216,23 @@ class Builder:
         return outcome
 
     def _check_speed(self, engine: Engine, failure: Failure, sample: Case) -> None:
-        """TooSlow where a piece at fault takes longer than the best plan takes for all.
+        """Raise TooSlow if a failed piece takes longer than the best plan takes for the whole graph.
 
-        Looking for the nodes at fault took 101 of the 159 s that T5's encoder was compiled for, on OpenVINO,
-        which was 1.24 times slower there.
+        Without this check, the search for the nodes at fault took 101 of 159 s for T5's encoder on OpenVINO,
+        which was 1.24 times slower than the best plan.
         """
         timed = self.settings.timed
         if failure.program is None or timed is None:
             return
         best, took = timed.seconds(), math.inf
         program = failure.program
-        if isinstance(program, GuardedProgram):  # the engine has run when a guard refuses what it gave
+        if isinstance(program, GuardedProgram):  # the engine runs before a guard refuses its results
             program = program.unguarded()
         for _ in range(_TIMED_RUNS):
             start = time.perf_counter()
             try:
                 program(*sample.inputs)
-            except Exception:  # it answers some calls only: how long it takes is not known
+            except Exception:  # it answers only some calls, so its time is unknown
                 return
             took = min(took, time.perf_counter() - start)
         if took > _TOO_SLOW * best:
@@ -242,7 +242,7 @@ class Builder:
             )
 
     def _build_bodies(self, module: fx.GraphModule, cases: Sequence[Case]) -> None:
-        """Put compiled bodies into a piece of control flow; each is tried on what the examples give it."""
+        """Replace the bodies of control flow by compiled ones, compared on the operands of the examples."""
         inner_graphs = list(bodies(module))
         runs = [examples_of(module, case.inputs) for case in cases] if inner_graphs else []
         for node, name, body in inner_graphs:
@@ -254,7 +254,7 @@ class Builder:
                     continue
                 try:
                     run_in_pytorch(body, operands)
-                except Exception as error:  # of operands that are meant for another branch
+                except Exception as error:  # the operands may be meant for another branch
                     self.notes.append(unverified(key, error))
                 else:
                     tries.append(operands)
@@ -267,21 +267,21 @@ class Builder:
             self.notes += inner.notes
 
     def _blame(self, piece: Piece, failure: Failure, cases: Sequence[Case]) -> dict[fx.Node, dict[str, str]]:
-        """The nodes of a failed piece that must leave its engine."""
+        """The nodes of a failed piece that must leave its engine, with reasons."""
         engine = piece.segment.engine
         by_name = {node.name: node for node in (*piece.segment.nodes, *piece.segment.recomputed)}
         if failure.nodes or failure.for_good:
             return {by_name[name]: {engine: failure.reason} for name in failure.nodes or by_name}
         if next(one for one in self.engines if one.name == engine).slow_to_build:
             return {node: {engine: failure.reason} for node in piece.segment.nodes}
-        shown = cases if failure.case is None else [failure.case]
-        known = [values_of(piece.module, case.inputs) for case in shown]
+        failed = cases if failure.case is None else [failure.case]
+        values = [values_of(piece.module, case.inputs) for case in failed]
         suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
             part, count = part_of(piece.module, engine, nodes), len(self.notes)
-            outcome = self._build(part.module, engine, [case_of(part, values) for values in known])
-            del self.notes[count:]  # of a part that is only tried
+            outcome = self._build(part.module, engine, [case_of(part, known) for known in values])
+            del self.notes[count:]  # notes on parts are not for the user
             return outcome.reason if isinstance(outcome, Failure) else None
 
         kinds = {node: _kind(node) for node in suspects}
@@ -296,7 +296,7 @@ class Builder:
 
 
 def _kind(node: fx.Node) -> str:
-    """Equal for nodes that differ in their inputs' values alone."""
+    """A key that is equal for nodes that differ only in the values of their inputs."""
     values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
     shapes = [(value.dtype, tuple(value.shape)) for value in values if isinstance(value, torch.Tensor)]
     constants = [arg for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, fx.Node)]
@@ -304,21 +304,21 @@ def _kind(node: fx.Node) -> str:
 
 
 def part_of(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:
-    """Some consecutive nodes of a piece as a piece of their own."""
-    everyone = compute_nodes(module.graph)
+    """Consecutive nodes of a piece as a piece of their own."""
+    all_nodes = compute_nodes(module.graph)
     inside = set(nodes)
-    first = next(i for i, node in enumerate(everyone) if node in inside)
-    last = max(i for i, node in enumerate(everyone) if node in inside)
-    ranges = [everyone[:first], everyone[first : last + 1], everyone[last + 1 :]]
+    first = next(i for i, node in enumerate(all_nodes) if node in inside)
+    last = max(i for i, node in enumerate(all_nodes) if node in inside)
+    ranges = [all_nodes[:first], all_nodes[first : last + 1], all_nodes[last + 1 :]]
     segments = tuple(Segment(engine, tuple(r)) for r in ranges if r)
     pieces = extract(module, Plan(segments))
     return next(
-        piece for piece in pieces if piece.segment.nodes and piece.segment.nodes[0] is everyone[first]
+        piece for piece in pieces if piece.segment.nodes and piece.segment.nodes[0] is all_nodes[first]
     )
 
 
 def values_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-    """The value of each node of a graph in PyTorch."""
+    """The values of a graph's nodes in PyTorch."""
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
     with torch.no_grad():
         interpreter.run(*inputs)

@@ -1,4 +1,4 @@
-"""Control flow: the bodies of cond, while_loop and scan are models of their own, compiled like one."""
+"""Control flow: the bodies of cond, while_loop and scan are compiled like models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from intarsia.partition.blocks import IS_WEIGHT
 
 
 def bodies(module: fx.GraphModule) -> Iterator[tuple[fx.Node, str, fx.GraphModule]]:
-    """Each control-flow node of a piece with the name and graph of each of its bodies."""
+    """Each control-flow node of a piece, with the name and graph of each of its bodies."""
     for node in module.graph.nodes:
         if node.op != "call_function" or not is_control_flow(node):
             continue
@@ -27,14 +27,14 @@ def bodies(module: fx.GraphModule) -> Iterator[tuple[fx.Node, str, fx.GraphModul
 
 
 def _mark_weights(node: fx.Node, body: fx.GraphModule) -> None:
-    """Weights are given to bodies as operands, the last of which are the last inputs of a body."""
+    """Mark the inputs of a body that are weights. The node's last operands are the body's last inputs."""
     operands: list[Any] = []
     fx.map_arg(node.args, operands.append)
     inputs = [one for one in body.graph.nodes if one.op == "placeholder"]
-    for operand, taken in zip(reversed(operands), reversed(inputs), strict=False):
+    for operand, value in zip(reversed(operands), reversed(inputs), strict=False):
         is_weight = operand.op == "get_attr" or operand.meta.get(IS_WEIGHT)
-        if is_weight and isinstance(taken.meta.get("val"), torch.Tensor):
-            taken.meta[IS_WEIGHT] = True
+        if is_weight and isinstance(value.meta.get("val"), torch.Tensor):
+            value.meta[IS_WEIGHT] = True
 
 
 class Recorder(nn.Module):
@@ -52,9 +52,9 @@ class Recorder(nn.Module):
 
 
 def examples_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Any] | None]:
-    """The arguments of each body when the piece runs once.
+    """The arguments of each body in one run of the piece.
 
-    A branch that is not taken has the operands of the one that is; None where no body of a node runs.
+    A branch that does not run has the operands of the branch that does; None if no body of the node runs.
     """
     calls = _calls(module, inputs)
     by_node = {node: calls[name] for node, name, _ in bodies(module) if calls[name] is not None}
@@ -62,7 +62,7 @@ def examples_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list
 
 
 def _calls(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Any] | None]:
-    """The arguments of the first call of each body when the piece runs once; None where it does not run."""
+    """The arguments of the first call of each body in one run of the piece; None if it does not run."""
     by_name = {name: body for _, name, body in bodies(module)}
     recorders = {name: Recorder(body) for name, body in by_name.items()}
     for name, recorder in recorders.items():
@@ -84,15 +84,15 @@ def unverified(key: str, error: Exception | None = None) -> str:
 
 
 def other_branches(module: fx.GraphModule, cases: Sequence[Case], notes: list[str]) -> Iterator[Case]:
-    """Of a piece that an engine runs, cases that take the branches which the examples do not."""
-    taken = [node for node in module.graph.nodes if node.op == "placeholder"]
+    """For a piece that an engine runs, cases that take the branches which the examples do not take."""
+    inputs_of_graph = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in dict.fromkeys(node for node, _, _ in bodies(module)):
         for case in cases:
             if node.target is not torch.ops.higher_order.cond:
                 idle = [name for name, operands in _calls(module, case.inputs).items() if operands is None]
                 notes += [unverified(f"{node.name}.{name}") for name in idle]
-            elif node.args[0] in taken:
-                inputs, place = list(case.inputs), taken.index(node.args[0])
+            elif node.args[0] in inputs_of_graph:
+                inputs, place = list(case.inputs), inputs_of_graph.index(node.args[0])
                 inputs[place] = ~inputs[place]
                 try:
                     yield Case(module, inputs, run_in_pytorch(module, inputs))

@@ -1,6 +1,6 @@
-"""The contents of a drawing besides the plan: layers before and after rewriting, work, and advice.
+"""The details of a drawing: layers before and after rewriting, work of nodes, and advice.
 
-Advice names the single op that would leave the fewest segments if an engine supported it.
+Advice names the operator that would leave the fewest segments if an engine supported it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def plan_details(
     patterns: Patterns,
     segments: Sequence[Segment],
 ) -> PlanDetails:
-    """Convert and rewrite every segment, and find what an engine would have to take; nothing is built.
+    """The details of a plan. Every segment is converted and rewritten, and nothing is built.
 
-    Compiled modules do not keep their networks, so this is done when somebody asks for a report.
+    Compiled modules do not store their networks, so this is done when a plan is drawn.
     """
     plan = Plan(tuple(segments))
     by_name = {engine.name: engine for engine in engines if isinstance(engine, NetworkEngine)}
@@ -51,7 +51,7 @@ def plan_details(
 def _layers(piece: Piece, engine: NetworkEngine, patterns: Patterns) -> DrawnLayers:
     try:
         net = convert(piece.module, name=engine.name, engine=engine)
-    except NodeError as error:  # a converter that was taken back since the compile
+    except NodeError as error:  # a converter was removed since the compile
         return DrawnLayers(f"not converted: {error}", "")
     converted = str(net)
     log = apply(net, engine=engine, patterns=patterns, measure=False)
@@ -60,7 +60,7 @@ def _layers(piece: Piece, engine: NetworkEngine, patterns: Patterns) -> DrawnLay
 
 @dataclass(frozen=True)
 class Advice:
-    """What would happen if `engine` took `op`: how many nodes that is, and the segments before and after."""
+    """The effect if `engine` supported `op`: the number of nodes, and of segments before and after."""
 
     op: str
     engine: str
@@ -79,12 +79,10 @@ def advise(
     strategy: Callable[[fx.GraphModule, SupportTable, PartitionOptions], Plan],
     options: PartitionOptions | None = None,
 ) -> list[Advice]:
-    """Every op and engine whose refusals, if lifted, would save segments; the best first.
+    """Every operator and engine with fewer segments if the engine supported it, the fewest first.
 
-    Ops kept in PyTorch by the user's own choice are not held against an engine. With
-    `require_full_compilation` there is nothing left to PyTorch, hence no advice.
-
-    Example:
+    Operators that the user's options keep in PyTorch do not count. With `require_full_compilation`, nothing
+    is left to PyTorch, so there is no advice. Example:
         >>> from intarsia.partition import dependency
         >>> import torch
         >>> gm = fx.symbolic_trace(lambda x: torch.relu(torch.lgamma(torch.relu(x))))

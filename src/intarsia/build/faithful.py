@@ -1,4 +1,4 @@
-"""A lowered graph that answers as the model does: tried on every example, mended where it does not."""
+"""The comparison of a lowered graph with the model on every example, and lowering again if they differ."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _MOST_SUSPECTS = 12
 
 @dataclass(frozen=True)
 class Example:
-    """A call, what the graph is fed for it, and what the model answers; None where the model draws lots.
+    """A call, the graph's inputs for it, and the model's answer; None if the model draws random numbers.
 
-    `case` has the graph's own answer, once it has been asked for.
+    `case` has the graph's own answer, once it has been asked for: of calls larger than the user's, only if
+    the compiled module answers unlike the model.
     """
 
     call: Call
@@ -47,23 +48,23 @@ class Example:
 
     @property
     def rows(self) -> int:
-        """The rows of a batch: how long every input is; 1 where inputs differ."""
+        """The number of rows in a batch: the length of every input, or 1 if lengths differ."""
         lengths = {len(value) for value in self.inputs if isinstance(value, torch.Tensor) and value.ndim}
         return lengths.pop() if len(lengths) == 1 else 1
 
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """A lowered graph, the examples it is tried on, and notes for the user.
+    """A lowered graph, the examples that it is compared on, and notes for the user.
 
-    With a `fault` it answers unlike the model and must not be used.
+    With a `fault`, it differs from the model and must not be used.
     """
 
     lowered: Lowered
     examples: list[Example]
     notes: tuple[str, ...] = ()
     fault: str | None = None
-    differences: tuple[str, ...] = ()  # when the graph can answer differently, though not on the examples
+    differences: tuple[str, ...] = ()  # when it can answer differently for calls other than the examples
 
 
 def faithful_lowering(
@@ -74,42 +75,47 @@ def faithful_lowering(
 ) -> LoweredModel:
     """A lowered model whose graph answers as the model does.
 
-    Where the `first` graph does not, the model is lowered again without decompositions, one by one and then
-    without any; `operators` names those of the model. A graph that still has a fault is returned with it.
+    If the `first` graph does not, the model is lowered again without decompositions: without each of them,
+    then without all; `operators` returns those of the model. If every graph differs, the first is returned.
     """
     checked = _checked(judge, first)
     if checked.fault is None:
         return checked
     called = operators()
     suspected = [op for op in decomposition_table() if op in called][:_MOST_SUSPECTS]
-    for whole in (*({op} for op in suspected), None):
-        with keeping_whole(_StaysWhole(whole)):
+    for kept in (*({op} for op in suspected), None):
+        with keeping_whole(_IsKept(kept)):
             try:
                 other = _checked(judge, lower())
-            except Exception:  # the graph cannot be made so: try the next
+            except Exception:  # the model cannot be lowered without these decompositions
                 continue
         if other.fault is None:
-            names = "any operator" if whole is None else ", ".join(map(str, whole))
+            names = "any operator" if kept is None else ", ".join(map(str, kept))
             note = f"the decomposition of {names} is not used: with it, the graph {checked.fault}"
             return replace(other, notes=(*other.notes, note))
     return checked
 
 
-class _StaysWhole:
-    """Whether an operator is not decomposed: one of these, or, without any named, every one."""
+class _IsKept:
+    """Whether an operator is not decomposed: if it is one of these, or always for None."""
 
-    def __init__(self, named: set[Any] | None) -> None:
-        self.named = named
+    def __init__(self, operators: set[Any] | None) -> None:
+        self.operators = operators
 
     def __call__(self, operator: Any) -> bool:
-        return self.named is None or operator in self.named
+        return self.operators is None or operator in self.operators
 
 
 def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
-    """The graph with its own answers to the examples, or with the fault that they show."""
+    """The graph with its answers to the examples, or with the fault that they show."""
     lowered, answered = graph.lowered, list[Example]()
     for example in graph.examples:
         assert example.truth is not None
+        # At the ends of its ranges a run takes 16 times what one of the example does: three of them were half
+        # of the CPU time that DistilBERT was compiled for.
+        if example.elements > graph.examples[0].elements:
+            answered.append(example)
+            continue
         try:
             case = _case(judge, lowered, example.call)
         except Exception as error:
@@ -134,17 +140,16 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
 def examples_of(
     judge: Judge, lowered: Lowered, captured: Call, own: Call, truth: Answer | None
 ) -> tuple[list[Example], list[str]]:
-    """The call that was captured, the user's own, the same at the least and largest sizes it may have,
-    and with another value of the integers that vary.
+    """The examples of a compile: the captured call, the user's own, and calls of other sizes and integers.
 
-    The notes name the sizes at which nothing can be compared. `truth` is the model's answer to the `given`
+    The notes name the sizes at which nothing can be compared. `truth` is the model's answer to its `own`
     call, which lowering may have widened to the `captured` one.
     """
     notes: list[str] = []
     inputs = example_inputs(lowered, *captured)
-    is_given = captured[0] is own[0]
-    calls: list[tuple[Call, list[Any], Answer | None]] = [(captured, inputs, truth if is_given else None)]
-    if not is_given:
+    is_own = captured[0] is own[0]
+    calls: list[tuple[Call, list[Any], Answer | None]] = [(captured, inputs, truth if is_own else None)]
+    if not is_own:
         calls.append((own, example_inputs(lowered, *own), truth))
     for others in (corners(lowered, inputs, notes), other_values(lowered, inputs)[:1]):
         calls += [(call_of(lowered, other), other, None) for other in others]
@@ -152,7 +157,7 @@ def examples_of(
     for call, graph_inputs, answer in calls:
         try:
             examples.append(Example(call, graph_inputs, (answer or judge.answer(call)).of(lowered)))
-        except Exception as error:  # the model itself has no answer here: there is nothing to compare
+        except Exception as error:  # the model itself fails, so there is nothing to compare
             sizes = ", ".join(str(tuple(x.shape)) for x in graph_inputs if isinstance(x, torch.Tensor))
             notes.append(
                 f"not verified at {sizes}, where PyTorch itself fails: {type(error).__name__}: {error}"
@@ -161,7 +166,7 @@ def examples_of(
 
 
 def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> list[Example]:
-    """Further calls of the user's, with what the model and the graph answer; they must fit the graph."""
+    """The user's further examples, with the answers of model and graph; InputError if one does not fit."""
     checks = checks_of(lowered)
     for place, call in enumerate(calls):
         flat, _ = pytree.tree_flatten((tuple(call[0]), dict(call[1])))
@@ -178,7 +183,7 @@ def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> l
 
 
 def judged_example(judge: Judge, lowered: Lowered, example: Example) -> Example:
-    """The example with the model's answer and the graph's."""
+    """The example with the answers of the model and the graph."""
     case = _case(judge, lowered, example.call)
     return replace(example, truth=judge.answer(example.call).of(lowered), case=case)
 
@@ -196,22 +201,25 @@ def whole_fault(
     coarsest: float,
     tolerance: float | None = None,
 ) -> str | None:
-    """How the compiled module as a whole differs from the model; None where it answers alike.
+    """How the answers of a compiled module differ from the model's; None if they agree.
 
-    With a `tolerance` it may be off by that much where rounding does less.
+    With a `tolerance`, they may differ by as much, if rounding alone differs less.
     """
     for example in examples:
-        if example.truth is None or example.case is None:
+        if example.truth is None:
             continue
-        # How far the model is from float64 excuses an answer only where the graph is the model's.
-        fault = judge.fault(lowered, example.truth, example.case.expected, example.case.rounding(0.0))
-        if fault is not None:
-            return f"is of a graph that differs from the model: {fault}"
         try:
             answer = judge.answer(example.call, compiled)
         except Exception as error:
             return f"fails where the model does not: {type(error).__name__}: {error}"
-        rounding = example.case.rounding(coarsest).of(example.truth.in_graph_order(lowered))
+        if judge.fault(lowered, example.truth, answer, None) is None:
+            continue
+        # Errors of the model against float64 excuse a difference only if the graph agrees with the model.
+        case = example.case or _case(judge, lowered, example.call)
+        fault = judge.fault(lowered, example.truth, case.expected, case.rounding(0.0))
+        if fault is not None:
+            return f"is of a graph that differs from the model: {fault}"
+        rounding = case.rounding(coarsest).of(example.truth.in_graph_order(lowered))
         fault = judge.fault(lowered, example.truth, answer, rounding, tolerance, example.rows)
         if fault is not None:
             return f"differs from the model: {fault}"
@@ -219,9 +227,9 @@ def whole_fault(
 
 
 def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.Node, dict[str, str]], str]]:
-    """What to exclude from a plan whose pieces are correct but whose whole is not: refusals, and a note.
+    """Refusals, each with a note, for a plan whose pieces are correct but whose whole is not.
 
-    First each engine, where there are several, then each segment.
+    First each engine is excluded, if there are several, then each segment.
     """
     ran = [segment for segment in plan.segments if segment.engine != PYTORCH]
     used = list(dict.fromkeys(segment.engine for segment in ran))
@@ -234,7 +242,7 @@ def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.
 
 
 def error_of(lowered: Lowered, examples: Sequence[Example], compiled: Compiled) -> float:
-    """The largest relative error of a compiled graph's results against the model's, over all examples."""
+    """The largest relative error of a compiled graph's results, over all examples."""
     worst = 0.0
     for example in examples:
         if example.truth is not None:

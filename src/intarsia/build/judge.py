@@ -1,7 +1,7 @@
-"""The judge: the user's model, run eagerly; what is compiled answers as it does, or is not returned.
+"""The judge: the user's model, run eagerly. A compiled module must give the model's answers.
 
-Engines are compared with the model and not with our own graph of it, which cannot show a wrong decomposition
-or a path that capture does not take. It costs one eager run for each example.
+Engines are compared with the model and not with the lowered graph, which would hide a wrong decomposition or
+a branch that capture does not take. This costs one eager run for each example.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from intarsia.rounding import Rounding
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a call: its results, and its tensors and the model's buffers afterwards."""
+    """The outcome of a call: its results, and its arguments and the model's buffers afterwards."""
 
     leaves: list[Any]
     structure: pytree.TreeSpec
@@ -35,12 +35,12 @@ class Answer:
     buffers: dict[str, torch.Tensor]
 
     def of(self, lowered: Lowered) -> Answer:
-        """The same without buffers that the graph does not write to: who holds it would hold all weights."""
+        """The answer without buffers that the graph does not write to, which would keep weights alive."""
         written = {output.target for output in lowered.outputs if output.role is Role.BUFFER}
         return replace(self, buffers={name: b for name, b in self.buffers.items() if name in written})
 
     def in_graph_order(self, lowered: Lowered) -> list[Any]:
-        """The same as the lowered graph returns it: what is written back where, and the results."""
+        """The values in the order of the graph's outputs: those written back, and the results."""
         leaves = iter(self.leaves)
         places = {item.name: item.index for item in lowered.inputs}
         values: list[Any] = []
@@ -55,25 +55,25 @@ class Answer:
 
 
 class Judge:
-    """Runs a model, or its compiled form, on copies of a call; the model is not changed."""
+    """Runs a model, or its compiled form, on copies of a call. The model does not change."""
 
     def __init__(self, model: nn.Module | ExportedProgram) -> None:
         self.model: nn.Module = model.module() if isinstance(model, ExportedProgram) else model
 
     def answer(self, call: Call, function: Callable[..., Any] | None = None) -> Answer:
-        """The answer of the model, or of `function` in its place (the compiled module, for example)."""
+        """The answer of the model, or of another function, such as the compiled module."""
         args, kwargs = copied_call(call)
         flat = pytree.tree_leaves((args, kwargs))
-        with undisturbed(self.model) as held:
+        with undisturbed(self.model) as value_of:
             results = (self.model if function is None else function)(*args, **kwargs)
             leaves, structure = pytree.tree_flatten(open_objects(results))
-            # What is returned may lie in a buffer, which is about to be put back.
+            # A result may share memory with a buffer, which is restored.
             leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
-            buffers = {name: held(buffer) for name, buffer in self._state()}
+            buffers = {name: value_of(buffer) for name, buffer in self._state()}
         return Answer(leaves, structure, flat, buffers)
 
     def answer_if_any(self, call: Call) -> Answer | None:
-        """The answer of the model; None if it fails: capture then fails too, and reports the place."""
+        """The answer of the model; None if it fails. Capture then fails, too, and reports the line."""
         try:
             return self.answer(call)
         except Exception:
@@ -84,11 +84,11 @@ class Judge:
         lowered: Lowered,
         truth: Answer,
         other: Answer | Sequence[Any],
-        rounding: Rounding,
+        rounding: Rounding | None,
         tolerance: float | None = None,
         rows: int = 1,
     ) -> str | None:
-        """How another answer differs from the model's, in a clause; None where it agrees."""
+        """How another answer differs from the model's, in a clause; None if they agree."""
         if isinstance(other, Answer):
             if len(other.leaves) != len(truth.leaves):
                 return f"it gives {len(other.leaves)} results; the model gives {len(truth.leaves)}"
@@ -98,13 +98,13 @@ class Judge:
         return disagreement(other, truth.in_graph_order(lowered), rounding, tolerance, rows)
 
     def is_deterministic(self, call: Call, truth: Answer) -> bool:
-        """Whether the model gives the same answer once more, with other random numbers."""
+        """Whether the model gives the same answer with other random numbers."""
         with torch.random.fork_rng(devices=[]):
             torch.rand(1)
             return _are_alike(self.answer(call), truth)
 
     def repeats(self, call: Call) -> bool:
-        """Whether the model gives the same answer twice, with the same random numbers."""
+        """Whether two runs of the model with the same random numbers give the same answer."""
         return _are_alike(self.answer(call), self.answer(call))
 
     def graph_answer(self, lowered: Lowered, call: Call) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def _are_alike(one: Answer, other: Answer) -> bool:
 
 
 def call_of(lowered: Lowered, inputs: Sequence[Any]) -> Call:
-    """The call that feeds the graph these inputs."""
+    """The call for which the graph has these inputs."""
     flat = {i.index: value for i, value in zip(lowered.inputs, inputs, strict=True) if i.index is not None}
     call: Call = pytree.tree_unflatten([flat[place] for place in range(len(flat))], lowered.in_spec)
     return call

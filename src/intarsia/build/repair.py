@@ -1,7 +1,7 @@
-"""Repair after the plan: find the nodes a segment fails on, and let only those leave.
+"""Repairing a plan: the nodes on which a segment fails are found, and only they leave its engine.
 
-Each node at fault costs a logarithm of builds. Where a segment fails in every part, what is left after 10,000
-nodes built leaves with the rest.
+Finding a node takes a logarithmic number of builds. If a segment fails in every part, the search ends after
+10,000 built nodes, and the remaining nodes leave, too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from intarsia.partition.table import PYTORCH, SupportTable
 from intarsia.partition.units import Units, find_recomputable, find_units
 
 T = TypeVar("T")
-MOST_BUILT = 10_000  # nodes, in all builds to find those that one segment fails on
+MOST_BUILT = 10_000  # nodes, in all builds for one segment
 _NEARBY = 8  # nodes after a faulty one that are tried first
-_CLOSE = 8  # offenders in a row, each that near to the one before, after which no more are looked for
+_CLOSE = 8  # faulty nodes in a row, each near the one before, after which the search ends
 
 
 def bisect_failure(
@@ -33,19 +33,17 @@ def bisect_failure(
     most: int = MOST_BUILT,
     alike: Callable[[T], Sequence[T]] = lambda node: (),
 ) -> dict[T, str]:
-    """The faulty nodes when `nodes` fail to build together, each with the reason.
+    """The faulty nodes if `nodes` fail to build together, each with the reason.
 
-    `fails(some)` builds a run of neighbours out of `nodes` and gives the reason it failed, or None. The first
-    offender is found with at most `log2(len(nodes)) + 2` builds: halving finds the shortest run from the
-    start that fails, and its last node is faulty. The search goes on after it with short runs that grow,
-    since what fails often fails again nearby. When runs of `most` nodes in all were built, or eight offenders
-    are close to each other, it ends, and the remaining nodes count as faulty: a run that fails in so many
-    places gains little on its engine.
+    `fails(some)` builds consecutive nodes and returns the reason for a failure, or None. The first faulty
+    node is found with at most `log2(len(nodes)) + 2` builds: halving finds the shortest sequence from the
+    start that fails, and its last node is faulty. The search continues after it with short sequences that
+    grow, since faulty nodes are often near each other. It ends when `most` nodes in all were built, or when
+    eight faulty nodes are close to each other. The remaining nodes then count as faulty: a segment that fails
+    in so many places gains little on its engine.
 
-    Nodes `alike`, such as the attention of every layer, mostly fail together: after a node that fails
-    by itself, each of them is built by itself, which costs less than to find it in a run.
-
-    Example:
+    Nodes that are `alike`, such as the attention of every layer, mostly fail together. After a node that
+    fails alone, each of them is built alone, which takes fewer builds than finding it in a sequence. Example:
         >>> bisect_failure([1, 2, 3, 4], lambda some: "three" if 3 in some else None)
         {3: 'three'}
     """
@@ -64,7 +62,7 @@ def bisect_failure(
             continue
         if (built > most and blamed) or close == _CLOSE:
             return blamed | dict.fromkeys(nodes[start:], reason)
-        passes, broken = start, end  # nodes[start:passes] builds, nodes[start:broken] does not
+        passes, broken = start, end  # nodes[start:passes] builds, and nodes[start:broken] fails
         while broken - passes > 1:
             middle = (passes + broken) // 2
             fault, built = fails(nodes[start:middle]), built + middle - start
@@ -72,10 +70,10 @@ def bisect_failure(
                 passes = middle
             else:
                 broken, reason = middle, fault
-        offender = nodes[broken - 1]
-        blamed[offender] = reason
-        twins = [node for node in alike(offender) if node not in blamed]
-        if twins and fails([offender]) is not None:
+        faulty = nodes[broken - 1]
+        blamed[faulty] = reason
+        twins = [node for node in alike(faulty) if node not in blamed]
+        if twins and fails([faulty]) is not None:
             blamed |= {twin: why for twin in twins if (why := fails([twin])) is not None}
         close = close + 1 if broken - start <= _NEARBY else 0
         start, length = broken, _NEARBY
@@ -89,25 +87,25 @@ def repair(
     refusals: Mapping[fx.Node, Mapping[str, str]],
     options: PartitionOptions | None = None,
 ) -> tuple[Plan, SupportTable] | None:
-    """The plan with the refused nodes moved out of their segments, and the table that says why.
+    """The plan with the refused nodes moved out of their segments, and the table with the reasons.
 
-    Every other engine segment stays as it is, so what was built for it still serves. None means that a
-    view shared by segments was refused, and that the strategy has to be asked again.
+    Other segments do not change, so their programs can be reused. None means that a view which segments share
+    was refused, so that the strategy has to plan again.
     """
     options = options or PartitionOptions()
     groups = find_groups(gm, options.atomic)
     shared = find_recomputable(gm.graph, table)
     if any(node in shared for node in refusals):
         return None
-    # What the strategy refused by itself, such as small blocks, stays refused.
-    known = {node: why for segment in plan.segments for node, why in segment.reasons.items()}
-    table = agree(table.with_refusals(known).with_refusals(refusals), groups)
+    # Nodes that the strategy moved itself, such as small blocks, stay where they are.
+    moved = {node: why for segment in plan.segments for node, why in segment.reasons.items()}
+    table = agree(table.with_refusals(moved).with_refusals(refusals), groups)
     units = find_units(gm.graph, table, groups)
-    again = frozenset(units.recomputed)
+    recomputed = frozenset(units.recomputed)
     number = {node: unit for unit, members in enumerate(units.nodes) for node in members}
     parts: list[Part] = []
     for segment in plan.segments:
-        nodes = [node for node in segment.nodes if node not in again]
+        nodes = [node for node in segment.nodes if node not in recomputed]
         if all(table.accepts(node, segment.engine) for node in nodes):
             parts.append(Part(segment.engine, nodes, segment.do_not_merge))
             continue
@@ -121,7 +119,7 @@ def repair(
 def _split(
     units: Units, inside: Sequence[int], segment: Segment, table: SupportTable, options: PartitionOptions
 ) -> tuple[list[Part], SupportTable]:
-    """One segment's units again, in as few parts as the refusals allow."""
+    """The units of one segment as the fewest parts that the refusals allow, and the table."""
     rank = {unit: place for place, unit in enumerate(inside)}
     priority = {engine: place for place, engine in enumerate(table.engines)}
 
@@ -147,7 +145,7 @@ def _split(
 
 
 def _join_pytorch(parts: Sequence[Part]) -> list[Part]:
-    """Neighbouring PyTorch parts as one; engine parts stay as they were built."""
+    """The parts, with neighbouring ones on PyTorch joined."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None

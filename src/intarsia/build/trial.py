@@ -1,4 +1,4 @@
-"""One piece on one engine: convert, rewrite, build, run on examples, compare with PyTorch."""
+"""Trying one piece on one engine: convert, rewrite, build, run on examples, compare with PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from intarsia.rewrite import Patterns, apply, patterns_by_engine
 from intarsia.rounding import Rounding
 from intarsia.runtime.fallback import has_empty
 
-Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # what it returns are notes
+Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # returns notes
 
 
 def elements_of(inputs: Sequence[Any]) -> int:
@@ -32,24 +32,22 @@ def elements_of(inputs: Sequence[Any]) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a piece does not run on its engine, and the nodes to blame where they are known."""
+    """Why a piece does not run on its engine, and the nodes at fault if they are known."""
 
     reason: str
     nodes: tuple[str, ...] = ()
-    for_good: bool = False  # the engine itself is at fault: no part of the piece is worth a try
-    program: Program | None = None  # one that answers wrongly, or not at all: it can be timed all the same
-    case: Case | None = None  # where it does
+    for_good: bool = False  # the engine cannot be used, so no part of the piece is tried
+    program: Program | None = None  # the program, if it was built; its time can be measured
+    case: Case | None = None  # the case at which it failed
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A program that answers as PyTorch does, and the network it was built from, if it was."""
+    """A program that answers as PyTorch does, and the network it was built from, if there is one."""
 
     program: Program
     network: Network | None
-    error: float = (
-        0.0  # the largest on any case, as a share of an output's largest value, if it was looked at
-    )
+    error: float = 0.0  # the largest on any case, as a share of an output's largest value; 0 if exact
     only_full: bool = False  # PyTorch answers calls with an empty tensor
 
 
@@ -67,7 +65,7 @@ class Case:
         return elements_of(self.inputs)
 
     def rounding(self, coarsest: float) -> Rounding:
-        """The effect of rounding on the answer; runs are made on demand, and cached."""
+        """The effect of rounding on the answer. Its runs are made at the first access."""
         if coarsest not in self.roundings:
             self.roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest)
         return self.roundings[coarsest]
@@ -82,11 +80,11 @@ def try_piece(
     notes: list[str],
     tolerance: float | None = None,
 ) -> Tried | Failure:
-    """The program of a piece, if it builds and runs in time and answers as PyTorch does; else why not.
+    """The program of a piece if it builds and runs in time and answers as PyTorch does; else the failure.
 
-    Small cases come first: most wrong answers show there, and the search for the faulty node runs that case
-    many times. Whatever an engine or a converter throws concerns this piece alone. With a `tolerance` answers
-    may be off by as much, if that is more than what rounding does.
+    Small cases come first: most wrong answers occur on them, and the search for the faulty node runs a case
+    many times. Any exception of an engine or a converter is a failure of this piece. With a `tolerance`,
+    answers may differ by as much, if rounding alone differs less.
     """
     fresh: list[str] = []
     error_of = 0.0
@@ -143,42 +141,42 @@ def _fails_on_empty(engine: Engine, net: Network | None) -> str | None:
 
 
 def left_if_empty(engine: str, why: str) -> str:
-    """The note of a segment whose calls with an empty tensor PyTorch answers."""
+    """The note on a segment for whose calls with an empty tensor PyTorch is used."""
     return f"a segment on {engine} leaves calls without elements to PyTorch: {why}"
 
 
 def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """PyTorch's answer."""
+    """The results of a graph in PyTorch."""
     with torch.no_grad():
         answer = module(*inputs)
     return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
 
 
 class Cases:
-    """Cases of a graph's pieces, by example and piece. `whole` has those of the graph itself, if known.
+    """The cases of a graph's pieces, by example and piece. `whole` has those of the graph itself, if known.
 
-    A piece that is the whole graph shares the graph's answer, and the runs that show what rounding does.
+    A piece that is the whole graph shares the graph's answer, and the runs that measure rounding.
     """
 
     def __init__(self, module: fx.GraphModule, whole: Sequence[Case | None] = ()) -> None:
-        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+        returned: Any = module.graph.output_node().args[0]
         results = returned if isinstance(returned, list | tuple) else (returned,)
         self._returned = tuple(getattr(node, "name", None) for node in results)
         self._count = len(compute_nodes(module.graph))
         self._whole = whole
-        self._known: dict[tuple[int, tuple[str, ...]], Case] = {}
+        self._cases: dict[tuple[int, tuple[str, ...]], Case] = {}
 
     def of(self, piece: Piece, number: int, values: dict[fx.Node, Any]) -> Case:
-        """The case of a piece on example `number`, out of the values known so far; its answers join them."""
+        """The case of a piece on example `number`; its results are added to `values`."""
         key = (number, contents_of(piece))
-        case = self._known.get(key)
+        case = self._cases.get(key)
         if case is None:
             whole = self._whole[number] if number < len(self._whole) else None
-            case = self._known[key] = self._made(piece, values, whole)
+            case = self._cases[key] = self._new(piece, values, whole)
         values.update(zip(piece.outputs, case.expected, strict=True))
         return case
 
-    def _made(self, piece: Piece, values: dict[fx.Node, Any], whole: Case | None) -> Case:
+    def _new(self, piece: Piece, values: dict[fx.Node, Any], whole: Case | None) -> Case:
         if whole is None or not self._is_whole(piece):
             return case_of(piece, values)
         return Case(piece.module, [values[node] for node in piece.inputs], whole.expected, whole.roundings)
@@ -189,7 +187,7 @@ class Cases:
 
 
 def case_of(piece: Piece, values: dict[fx.Node, Any]) -> Case:
-    """A piece's inputs out of the values known so far, and PyTorch's answer, which is known from now on."""
+    """The case of a piece with inputs from `values`, to which PyTorch's results are added."""
     inputs = [values[node] for node in piece.inputs]
     expected = run_in_pytorch(piece.module, inputs)
     values.update(zip(piece.outputs, expected, strict=True))
@@ -197,21 +195,21 @@ def case_of(piece: Piece, values: dict[fx.Node, Any]) -> Case:
 
 
 def contents_of(piece: Piece) -> tuple[str, ...]:
-    """A key of everything that the piece's program depends on: equal keys, equal programs."""
+    """A key of everything that the piece's program depends on."""
     parts = (piece.inputs, piece.segment.nodes, piece.segment.recomputed, piece.outputs)
     return tuple(" ".join(node.name for node in part) for part in parts)
 
 
 def rewriter(patterns: Patterns, engines: Sequence[Engine], device: str = "cpu") -> Rewrite:
-    """Rewrites a network for an engine; names are looked up now, so that a typo is found before anything."""
+    """A function that rewrites a network for an engine. Names of patterns are checked at once."""
     network_engines = [engine for engine in engines if isinstance(engine, NetworkEngine)]
     chosen = patterns_by_engine(patterns, network_engines)
-    everything = patterns is True or patterns == "all"
+    all_patterns = patterns is True or patterns == "all"
 
     def rewrite(net: Network, engine: NetworkEngine) -> list[str]:
         log = apply(net, engine=engine, patterns=chosen[engine.name], device=device)
         notes = log.failures()
-        if everything:  # the user asked for all of them
+        if all_patterns:  # the user wants all of them, so the plan says which are left out
             for name, reason in log.skipped.items():
                 notes.append(f"{engine.name}: pattern {name!r} is left out: {reason}")
             if not engine.patterns():

@@ -22,14 +22,14 @@ def digest(*parts: str) -> str:
 
 def machine_key() -> str:
     """Processor, threads and the version of this package."""
-    threads = torch.get_num_threads()  # which engines follow
+    threads = torch.get_num_threads()  # engines use as many
     processor = f"{platform.machine()} {processor_name()}, {threads} of {os.cpu_count()} cores"
     return f"intarsia {package_version('intarsia')}, {processor}"
 
 
 @functools.cache
 def package_version(module: str) -> str:
-    """The version of the package that provides a module, by whatever name (`onnxruntime-gpu`); or "?"."""
+    """The version of the package that provides a module, such as `onnxruntime-gpu`; "?" if there is none."""
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:
@@ -39,7 +39,7 @@ def package_version(module: str) -> str:
 
 @functools.cache
 def _cpuinfo() -> list[str]:
-    """The lines of Linux about the processors; empty on other systems."""
+    """The lines of /proc/cpuinfo; empty on systems other than Linux."""
     try:
         return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -48,7 +48,7 @@ def _cpuinfo() -> list[str]:
 
 @functools.cache
 def processor_features() -> str:
-    """A digest of what the processor can do: a virtual one of the same name may lack instructions."""
+    """A digest of the processor's features, since a virtual one of the same name may lack some."""
     if not (lines := _cpuinfo()):
         return platform.processor()
     kinds = ("flags", "Features", "model")
@@ -64,7 +64,7 @@ def has_bfloat16_tiles() -> bool:
 
 @functools.cache
 def processor_name() -> str:
-    """The processor's own name; Linux has it in a file (on ARM only its numbers), others by `platform`."""
+    """The processor's name: from /proc/cpuinfo on Linux (numbers on ARM), from `platform` elsewhere."""
     if not (lines := _cpuinfo()):
         return platform.processor()
     entries = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_WAIT_S = 2.0  # for another process to finish writing; after that we write without waiting
+_WAIT_S = 2.0  # for another process to finish writing; then the file is written without a lock
 _warned_of: set[tuple[str, str]] = set()
 
 
 class JsonStore:
-    """Values by key. An unreadable value counts as unknown; a value that cannot be written is dropped.
+    """Values by key. An unreadable value counts as missing; a value that cannot be written is dropped.
 
     A file that cannot be used gives one warning; no method raises.
 
@@ -34,7 +34,7 @@ class JsonStore:
         self.path = path
 
     def read(self) -> dict[str, Any]:
-        """All stored values; empty if there is no file, or it does not hold a table."""
+        """All stored values; empty if there is no file, or it is damaged."""
         try:
             table = json.loads(self.path.read_bytes())
         except FileNotFoundError:
@@ -48,7 +48,7 @@ class JsonStore:
         return table
 
     def update(self, fresh: Mapping[str, Any], *, keep: int | None = None) -> None:
-        """Add or replace values; values of other processes remain.
+        """Add or replace values. Values of other processes remain.
 
         The last `keep` keys remain. A value that is itself a table is merged with the one stored under its
         key.
@@ -68,10 +68,10 @@ class JsonStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock out other writers, if the system can; the wait for a lock is short."""
+        """In the `with` block, other processes do not write, if the system has locks. The wait is short."""
         try:
             import fcntl
-        except ImportError:  # Windows: two writers at once may lose a value, never the file
+        except ImportError:  # Windows: of two writers at once, one may lose a value
             yield
             return
         with open(self.path.with_name(f"{self.path.name}.lock"), "ab") as file:
@@ -103,7 +103,7 @@ class JsonStore:
 def write_atomically(
     path: str | os.PathLike[str], write: Callable[[BinaryIO, str], Any], *, durable: bool = True
 ) -> None:
-    """Write beside the path, then move there: whoever reads it finds the old file or the whole new one.
+    """Write a file beside the path, then move it there, so that readers find a complete file.
 
     `write` is given the file and its temporary path. A `durable` file outlives a power cut, which takes
     milliseconds, and others may read it; what is only remembered is this user's own.
@@ -117,7 +117,7 @@ def write_atomically(
             if durable:
                 os.fsync(file.fileno())
         if durable:
-            os.chmod(beside, 0o666 & ~_umask())  # as any new file; a draft is its user's alone
+            os.chmod(beside, 0o666 & ~_umask())  # as any new file; a temporary one is private
         os.replace(beside, target)
     except BaseException:
         Path(beside).unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def _umask() -> int:
 def _merged(old: dict[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(old)
     for key, value in fresh.items():
-        before = merged.pop(key, None)  # what is new stands last
+        before = merged.pop(key, None)  # new values come last
         both = isinstance(before, dict) and isinstance(value, Mapping)
         merged[key] = {**before, **value} if both else value
     return merged
@@ -162,7 +162,7 @@ def cache_directory() -> Path:
         return Path(tempfile.gettempdir()) / f"intarsia-{user}"
 
 
-SIZE = "INTARSIA_CACHE_GB"  # how much is kept, in gigabytes; 0 keeps nothing
+SIZE = "INTARSIA_CACHE_GB"  # the largest size, in gigabytes; 0 stores nothing
 _DEFAULT_GB = 10.0
 _DAY = 86400.0
 _warned: set[str] = set()
@@ -193,7 +193,7 @@ class Shelf:
         self.limit: int = allowed_bytes() if limit is None else limit
 
     def find(self, key: str) -> Path | None:
-        """The file of a key, which counts as used now."""
+        """The file of a key, None if there is none. It counts as used now."""
         path = self.folder / key
         if self.limit <= 0 or not path.is_file():
             return None
@@ -202,7 +202,7 @@ class Shelf:
         return path
 
     def put(self, key: str, write: Callable[[Path], None]) -> None:
-        """Write a file; an incomplete file counts as none."""
+        """Write a file. An incomplete file is not stored."""
         if self.limit <= 0:
             return
         try:
@@ -220,7 +220,7 @@ class Shelf:
                 warnings.warn(f"cannot write to {self.folder}: {error}: builds are not cached", stacklevel=3)
 
     def has_room(self, size: int) -> bool:
-        """Whether a file of this size leaves half of what may be kept, and of what the disk has."""
+        """Whether a file of this size takes at most half of the limit, and of the free disk space."""
         place = next((p for p in (self.folder, *self.folder.parents) if p.exists()), None)
         if place is None:
             return False
@@ -230,16 +230,16 @@ class Shelf:
             return False
 
     def throw_out(self, key: str) -> None:
-        """Forget a file that turned out to be damaged."""
+        """Delete a file that is damaged."""
         with contextlib.suppress(OSError):
             (self.folder / key).unlink()
 
     def _make_room(self) -> None:
         entries = []
         for path in self.folder.iterdir():
-            with contextlib.suppress(OSError):  # another process may have thrown it out
+            with contextlib.suppress(OSError):  # another process may have deleted it
                 status = path.stat()
-                if path.name.startswith("."):  # the draft of a writer that did not live to finish it
+                if path.name.startswith("."):  # the temporary file of a process that ended early
                     if time.time() - status.st_mtime > _DAY:
                         path.unlink()
                 else:

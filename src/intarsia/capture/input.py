@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from intarsia.capture.example import bound_arguments, distinct_inputs
-from intarsia.errors import InputError
+from intarsia.errors import InputError, near_names
 
 Shape = tuple[int, ...]
 
@@ -177,9 +176,8 @@ def check_dynamic_shapes(
     named = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else {}
     for name in named:
         if name not in bound and name not in kwargs:
-            near = get_close_matches(str(name), list(bound), n=1)
-            known = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(bound)}"
-            raise InputError(f"dynamic_shapes names {name!r}, which is not an argument of the call; {known}")
+            hint = near_names(name, bound) or f"; they are {', '.join(bound)}"
+            raise InputError(f"dynamic_shapes names {name!r}, which is not an argument of the call{hint}")
     if not named and len(dynamic_shapes) > len(bound):
         raise InputError(
             f"dynamic_shapes has {len(dynamic_shapes)} entries; the call has {len(bound)} arguments"

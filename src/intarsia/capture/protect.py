@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from intarsia.capture.example import Call, copied_call
+from intarsia.checkpoint.linear import QuantizedLinear
 from intarsia.errors import CaptureError
 from intarsia.plain_tensors import plain_tensors
 
@@ -61,6 +62,9 @@ def undisturbed(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Ten
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     attributes = [_attributes(module) for module in modules]
     state = _state(modules)
+    for buffer in (b for m in modules if isinstance(m, QuantizedLinear) for b in m._buffers.values()):
+        if buffer is not None and _is_large_integers(buffer):
+            _READ_ONLY.setdefault(buffer, buffer._version)  # no run of these layers writes to them
     written = [(t, t.detach().clone(), _count(t)) for t in state if not _is_read_only(t)]
     copies = {id(tensor): (before, count) for tensor, before, count in written}
     read_only = {id(tensor): tensor for tensor in state if id(tensor) not in copies}

@@ -1,4 +1,4 @@
-"""What the `quantization_config` of a config.json says: the layout of each linear layer."""
+"""The layout of each linear layer, by the `quantization_config` of a config.json."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from intarsia.checkpoint.linear import (
 from intarsia.errors import InputError
 
 Settings = Mapping[str, Any]
-# A linear layer and the names of its tensors in the checkpoint, to the layer that takes its place.
+# From a linear layer, and the names of its tensors in the checkpoint, to the layer that replaces it.
 Replacement = Callable[[nn.Linear, Collection[str]], QuantizedLinear]
-# The name of a linear layer, to what takes its place; None where the weight is not quantized.
+# From the name of a linear layer to the function above; None if the weight is not quantized.
 Scheme = Callable[[str], Replacement | None]
 
 
 class UnknownLayout(InputError):
-    """A quantization that has no layer here; its own library may have one."""
+    """A quantization without a layer here. The package that wrote the checkpoint may have one."""
 
 
 def scheme_of(settings: Settings) -> Scheme:
-    """How each linear layer is stored, by a `quantization_config`."""
+    """The layout of each linear layer, by a `quantization_config`."""
     method = settings.get("quant_method")
     if method not in _METHODS:
         raise UnknownLayout(f"quant_method {method!r} is not read here, only {', '.join(_METHODS)}")
@@ -54,10 +54,10 @@ def _compressed(settings: Settings) -> Scheme:
     def scheme(name: str) -> Replacement | None:
         if any(_matches(name, target) for target in ignored):
             return None
-        found = [target for target in replacements if _matches(name, target)]
-        # A name, or a pattern of names, is more specific than the class of the layer.
-        found.sort(key=lambda target: (target == "Linear", target.startswith("re:")))
-        return replacements[found[0]] if found else None
+        matching = [target for target in replacements if _matches(name, target)]
+        # A name, or a pattern of names, comes before the class of the layer.
+        matching.sort(key=lambda target: (target == "Linear", target.startswith("re:")))
+        return replacements[matching[0]] if matching else None
 
     return scheme
 

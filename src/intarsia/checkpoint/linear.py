@@ -1,7 +1,7 @@
-"""Linear layers whose weights stay in the bits, and under the names, that a checkpoint stores.
+"""Linear layers whose weights have the bits and the names of a checkpoint.
 
-The dense weight exists inside `forward` only: integers are unpacked by shifts and masks, the zero points are
-subtracted, the scales multiplied.
+The dense weight exists only inside `forward`: integers are unpacked by shifts and masks, zero points are
+subtracted, and scales are multiplied.
 
     layout            integers                           zero points                     scales
     pack-quantized    weight_packed int32 (N, K / each)  weight_zero_point int32         weight_scale
@@ -11,8 +11,8 @@ subtracted, the scales multiplied.
     AWQ               qweight int32 (K, N / 8)           qzeros int32 (groups, N / 8)    scales (groups, N)
     GPTQ              qweight int32 (K / each, N)        qzeros int32 (groups, N / each) scales (groups, N)
 
-N are outputs, K inputs, `each` is how many integers an int32 holds: the first in the lowest bits, but AWQ's
-columns in the order 0, 2, 4, 6, 1, 3, 5, 7.
+N are outputs, K inputs, and `each` is the number of integers in an int32. The first is in the lowest bits;
+AWQ's columns are in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from intarsia.errors import InputError
 
 @dataclass(frozen=True)
 class Rounding:
-    """How inputs are rounded to 8 bits before a product, as compressed-tensors computes it."""
+    """The rounding of inputs to 8 bits before a product, as in compressed-tensors."""
 
     is_float: bool
-    dynamic: bool  # by a scale of each call; else by one that the checkpoint stores
+    dynamic: bool  # by a scale that each call computes; otherwise by one in the checkpoint
     by_token: bool
     symmetric: bool
 
     def dynamic_scale(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scale, and the zero point of asymmetric rounding, that fit these values."""
-        # compressed-tensors 0.20 takes one scale of all tokens for an input of two dimensions; all others
-        # take one a token, whatever its shape.
+        """The scale for these values, and the zero point of asymmetric rounding."""
+        # compressed-tensors 0.20 has one scale for all tokens of an input of two dimensions. Other packages
+        # have one for each token, whatever the shape.
         dims = [-1] if self.by_token else list(range(x.dim()))
         low = x.amin(dims, keepdim=True).clamp(max=0)
         high = x.amax(dims, keepdim=True).clamp(min=0)
@@ -50,7 +50,7 @@ class Rounding:
         return scale, None if self.symmetric else (least - low / scale).clamp(least, most).round()
 
     def rounded(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The values that inputs stand for after they were rounded."""
+        """The values of inputs after rounding."""
         units = x / scale if zero is None else x / scale + zero.to(x.dtype)
         units = units.clamp(*self._ends())
         units = units.to(torch.float8_e4m3fn).to(x.dtype) if self.is_float else units.round()
@@ -62,7 +62,7 @@ class Rounding:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer that computes with the weight that its buffers stand for."""
+    """A linear layer that dequantizes its weight from its buffers."""
 
     def __init__(self, linear: nn.Linear, bits: int, group: int, names: Collection[str]) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ class QuantizedLinear(nn.Module):
         self.bits, self.group = bits, group
         self.dtype = linear.weight.dtype
         self.bias = linear.bias
-        if "bias" in names and linear.bias is None:  # GPTQ's oldest checkpoints have one everywhere
+        if "bias" in names and linear.bias is None:  # GPTQ's oldest checkpoints have a bias in every layer
             self._declare("bias", (self.out_features,))
         self._takes(names)
 
     def _takes(self, names: Collection[str]) -> None:
-        """Declare the buffers, of which a checkpoint has these names."""
+        """Declare the buffers for tensors of these names in a checkpoint."""
         raise NotImplementedError
 
     def dequantized(self) -> Tensor:
@@ -86,7 +86,7 @@ class QuantizedLinear(nn.Module):
         return functional.linear(x, self.dequantized(), self.bias)
 
     def settle(self, name: str) -> None:
-        """Look at the values of tensors that have just been read."""
+        """Check and prepare the tensors after they were read."""
 
     def extra_repr(self) -> str:
         sizes = f"{self.in_features} inputs, {self.out_features} outputs"
@@ -94,7 +94,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def each(self) -> int:
-        """How many integers an int32 holds."""
+        """The number of integers in an int32."""
         return 32 // self.bits
 
     @property
@@ -238,7 +238,7 @@ class AwqLinear(QuantizedLinear):
 
 
 class GptqLinear(QuantizedLinear):
-    """The layout of GPTQ, of which the first version stores zero points less one."""
+    """The layout of GPTQ, whose first version stores zero points minus one."""
 
     qweight: Tensor
     qzeros: Tensor
@@ -269,7 +269,7 @@ class GptqLinear(QuantizedLinear):
             return
         _check_groups(f"{name}.g_idx", self.g_idx, self.groups)
         usual = torch.arange(self.in_features, device=self.g_idx.device) // self.group
-        # Groups of neighbours need no index, unless the last group is shorter.
+        # Groups of consecutive columns need no index, unless the last group is shorter.
         self.indexed = bool(self.in_features % self.group) or not torch.equal(self.g_idx, usual.int())
 
     def dequantized(self) -> Tensor:
@@ -281,13 +281,13 @@ class GptqLinear(QuantizedLinear):
 
 
 def unpacked(packed: Tensor, bits: int, dim: int, interleaved: bool = False) -> Tensor:
-    """The integers of some bits that lie side by side in int32, along a dimension of a matrix.
+    """The integers that are packed in int32, along a dimension of a matrix.
 
     >>> unpacked(torch.tensor([[0x76543210]], dtype=torch.int32), 4, 1)
     tensor([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=torch.int32)
     """
     places = torch.arange(32 // bits, dtype=torch.int32, device=packed.device)
-    if interleaved:  # column 1 is in the fifth place: 0, 4, 1, 5, 2, 6, 3, 7
+    if interleaved:  # column 1 is at the fifth position: 0, 4, 1, 5, 2, 6, 3, 7
         places = places.reshape(2, -1).t().flatten()
     shifts = (places * bits).reshape(-1, *[1] * (1 - dim))
     integers: Tensor = (packed.unsqueeze(dim + 1) >> shifts) & (2**bits - 1)

@@ -13,7 +13,7 @@ from intarsia.errors import InputError, first_line
 
 
 def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> Any:
-    """The transformers model of a Hugging Face folder, with weights in as few bits as its files have.
+    """The transformers model of a Hugging Face folder, with weights as packed as in its files.
 
     Folders whose config.json has a `quantization_config` of compressed-tensors (`pack-quantized`,
     `int-quantized`, `float-quantized`, `naive-quantized`), AWQ (`gemm`) or GPTQ (either version, with or
@@ -62,7 +62,7 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> 
 
 
 def _quantized(hf: Any, folder: Path, config: Any, settings: dict[str, Any], loaded: dict[str, Any]) -> Any:
-    """The model with quantized layers of ours, into which transformers loads the files.
+    """The model with Intarsia's quantized layers, into which transformers loads the files.
 
     Also where the package of the layout is installed: compressed-tensors 0.20 makes all weights dense at the
     first call, and kernels of other packages are seen by no graph.
@@ -75,7 +75,7 @@ def _quantized(hf: Any, folder: Path, config: Any, settings: dict[str, Any], loa
 
 
 def _by_its_own_package(hf: Any, folder: Path, reason: UnknownLayout, loaded: dict[str, Any]) -> Any:
-    """The model as transformers loads it with the package that wrote the checkpoint, if that is installed."""
+    """The model as loaded by the package that wrote the checkpoint, if it is installed."""
     try:
         return _complete(hf, folder, hf.AutoConfig.from_pretrained(folder), loaded)
     except Exception as error:  # transformers raises many kinds here
@@ -83,7 +83,7 @@ def _by_its_own_package(hf: Any, folder: Path, reason: UnknownLayout, loaded: di
 
 
 def _complete(hf: Any, folder: Path, config: Any, loaded: dict[str, Any]) -> Any:
-    """The model, of which no weight is left as it was drawn.
+    """The model; InputError if a weight is not in the files.
 
     transformers 5.22 draws what files lack, such as all weights of a `quant_method` that it does not know.
     """
@@ -92,14 +92,14 @@ def _complete(hf: Any, folder: Path, config: Any, loaded: dict[str, Any]) -> Any
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"{folder} has no tensor {missing[0]}, which {type(model).__name__} needs")
     modules = dict(model.named_modules())
-    # Tensors of modules that the model does not have are others' business, such as heads for speculation.
+    # Tensors of modules that the model does not have, such as heads for speculation, are ignored.
     if others := sorted(key for key in report["unexpected_keys"] if key.rpartition(".")[0] in modules):
         raise InputError(f"{folder} has a tensor {others[0]}, which {type(model).__name__} does not take")
     return model.eval()
 
 
 def transformers_for(name: str) -> Any:
-    """The library transformers, which downloads nothing."""
+    """The package transformers, set to download nothing."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
@@ -109,6 +109,6 @@ def transformers_for(name: str) -> Any:
 
 
 def class_of(hf: Any, config: Any) -> Any:
-    """The class of transformers that a configuration names."""
+    """The model class that a configuration names."""
     named = next(iter(config.architectures or ()), "")
     return getattr(hf, named, None) or hf.AutoModel

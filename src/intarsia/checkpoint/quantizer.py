@@ -1,4 +1,4 @@
-"""Quantized layers of ours in models that transformers loads: a quantizer, as transformers calls it."""
+"""A quantizer of transformers that puts Intarsia's quantized layers into models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PACKED = ("weight_packed", "weight_scale", "qweight")
 
 @dataclass(frozen=True)
 class _Header:
-    """What a file of safetensors says of a tensor."""
+    """The shape and dtype of a tensor in a safetensors file."""
 
     dtype: torch.dtype | str
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ def _headers(files: list[Path]) -> dict[str, _Header]:
                 f"{file} is not a safetensors file; quantized weights are read only from safetensors files"
             )
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # it is no dict
+            for name in tensors.keys():  # noqa: SIM118  # it is not a dict
                 part = tensors.get_slice(name)
                 dtype = part.get_dtype()
                 headers[name] = _Header(_DTYPES.get(dtype, dtype), tuple(part.get_shape()))
@@ -94,7 +94,7 @@ def _headers(files: list[Path]) -> dict[str, _Header]:
 
 
 def _replace(model: nn.Module, headers: Mapping[str, _Header], settings: dict[str, Any]) -> None:
-    """Put our layers in the place of those that the checkpoint has packed."""
+    """Replace the linear layers that are packed in the checkpoint by quantized layers."""
     scheme = scheme_of(settings)
     suffixes: dict[str, set[str]] = defaultdict(set)
     for name in headers:
@@ -121,7 +121,7 @@ def _replace(model: nn.Module, headers: Mapping[str, _Header], settings: dict[st
 
 
 def _check(model: nn.Module, headers: Mapping[str, _Header]) -> None:
-    """Refuse tensors that do not have the shapes and dtypes that the modules take."""
+    """InputError for a tensor whose shape or dtype is not that of its module."""
     for path, module in model.named_modules():
         is_quantized = isinstance(module, QuantizedLinear)
         reader = f"a layer of {module.extra_repr()}" if is_quantized else type(model).__name__

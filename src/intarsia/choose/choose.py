@@ -67,7 +67,7 @@ def _again(
 ) -> Compiled | None:
     """The plan that won an earlier search, built again; None if the result differs from the measured one."""
     final = [trial for trial in known.trials if trial.final] or list(known.trials)
-    if winner([trial.entry for trial in final], usual=known.trials[0].name).name != known.chosen:
+    if winner(final, usual=known.trials[0].name).name != known.chosen:
         return None  # damaged, or decided by other rules
     trial = known.trial(known.chosen)
     try:

@@ -17,100 +17,20 @@ _BY_FAR = 1.3
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Seconds of one plan, round by round; round `i` of every plan was run in turn with the others'.
-
-    A plan is simpler than another if it has fewer segments or, with as many, fewer options of its own.
-    """
-
-    name: str
-    segments: int
-    seconds: tuple[float, ...]
-    options: int = 0
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return (self.segments, self.options)
-
-
-def winner(entries: Sequence[Entry], usual: str = "") -> Entry:
-    """The plan to use, a function of the measurements alone.
-
-    It is the simplest of those that no plan beats by more than the spread, and no plan as simple at all.
-    Of plans as simple as each other, the `usual` one, taken where nothing is measured, counts as simplest:
-    three rounds on a busy machine do not separate two engines that differ by a few per cent.
-    A plan with fewer rounds than others left the race because it was far behind: it is not compared by
-    rounds that it was spared, in which the machine may have been busy.
-
-    >>> winner([Entry("one", 1, (1.0, 1.1, 0.9, 1.0)), Entry("mix", 3, (0.98, 1.11, 0.91, 0.98))]).name
-    'one'
-    >>> winner([Entry("one", 1, (1.0, 1.1, 0.9, 1.0)), Entry("mix", 3, (0.8, 0.9, 0.7, 0.8))]).name
-    'mix'
-    >>> winner([Entry("a", 1, (1.5, 2.0, 1.6)), Entry("b", 1, (1.8, 1.5, 1.5))], usual="a").name
-    'a'
-    """
-    rounds = max(len(entry.seconds) for entry in entries)
-    entries = [entry for entry in entries if len(entry.seconds) == rounds]
-    size = {entry.name: (*entry.size, entry.name != usual) for entry in entries}
-    for entry in sorted(entries, key=lambda entry: (size[entry.name], entry.median)):
-        simple = [other for other in entries if size[other.name] <= size[entry.name]]
-        as_simple = any(other.median < entry.median for other in simple)
-        if not as_simple and not any(is_faster(other, entry) for other in entries):
-            return entry
-    raise AssertionError("the plan with the least median is not slower than another")
-
-
-def is_faster(one: Entry, other: Entry) -> bool:
-    """Whether `one` beats `other` by more than the spread: in the median, and in three rounds of four.
-
-    By far in the median, most rounds are enough: of three, one may have met a hiccup of the machine.
-    Rounds are compared pair by pair, since what slows the machine down slows both of a round.
-    """
-    rounds = list(zip(one.seconds, other.seconds, strict=False))
-    won = sum(ours < theirs for ours, theirs in rounds)
-    if one.median * _BY_FAR < other.median:
-        return 2 * won > len(rounds)
-    # One or two rounds show no spread: a difference then has to be one that noise rarely makes.
-    return len(rounds) >= _SHOWS_SPREAD and one.median < other.median and 4 * won >= 3 * len(rounds)
-
-
-def is_decided(entries: Sequence[Entry], rounds: int, usual: str = "") -> bool:
-    """Whether the rest of so many `rounds` need not be run: the simplest plan is kept.
-
-    Every other plan has lost so many rounds to it that it cannot win three of four any more, and none is
-    ahead by far.
-
-    >>> one, mix = Entry("one", 1, (1.0, 1.1, 1.0)), Entry("mix", 3, (1.1, 1.2, 1.1))
-    >>> is_decided([one, mix], rounds=9), is_decided([one, mix], rounds=20)
-    (True, False)
-    """
-    simplest, *others = sorted(entries, key=lambda entry: (*entry.size, entry.name != usual))
-    for other in others:
-        lost = sum(a < b for a, b in zip(simplest.seconds, other.seconds, strict=True))
-        is_as_simple = other.size == simplest.size and simplest.name != usual
-        if is_as_simple or 4 * (rounds - lost) >= 3 * rounds or is_faster(other, simplest):
-            return False
-    return True
-
-
-@dataclass(frozen=True)
 class Trial:
     """One plan, measured end to end. `blocks` names the engine of every block; a plan by one engine has none.
 
-    `options` counts the options that are not the usual ones, `shape` is a digest of the plan that
-    was built, after whatever had to leave an engine; `final` says that it ran in the last, deciding race.
+    Round `i` of every plan of a race was run in turn with the others'. `options` counts the options that are
+    not the usual ones, `shape` is a digest of the plan that was built, after whatever had to leave an engine;
+    `final` says that it ran in the last, deciding race.
     """
 
     name: str
     segments: int
     seconds: tuple[float, ...]
-    build_s: float
-    shape: str = ""
     options: int = 0
+    build_s: float = 0.0
+    shape: str = ""
     blocks: tuple[str, ...] = ()
     final: bool = False
     error: float = 0.0  # end to end, where engines of shorter arithmetic take part
@@ -129,8 +49,69 @@ class Trial:
         return (high - low) / 2
 
     @property
-    def entry(self) -> Entry:
-        return Entry(self.name, self.segments, self.seconds, self.options)
+    def size(self) -> tuple[int, int]:
+        """A plan is simpler with fewer segments or, with as many, fewer options of its own."""
+        return (self.segments, self.options)
+
+
+def winner(trials: Sequence[Trial], usual: str = "") -> Trial:
+    """The plan to use, a function of the measurements alone.
+
+    It is the simplest of those that no plan beats by more than the spread, and no plan as simple at all.
+    Of plans as simple as each other, the `usual` one, taken where nothing is measured, counts as simplest:
+    three rounds on a busy machine do not separate two engines that differ by a few per cent.
+    A plan with fewer rounds than others left the race because it was far behind: it is not compared by
+    rounds that it was spared, in which the machine may have been busy.
+
+    >>> winner([Trial("one", 1, (1.0, 1.1, 0.9, 1.0)), Trial("mix", 3, (0.98, 1.11, 0.91, 0.98))]).name
+    'one'
+    >>> winner([Trial("one", 1, (1.0, 1.1, 0.9, 1.0)), Trial("mix", 3, (0.8, 0.9, 0.7, 0.8))]).name
+    'mix'
+    >>> winner([Trial("a", 1, (1.5, 2.0, 1.6)), Trial("b", 1, (1.8, 1.5, 1.5))], usual="a").name
+    'a'
+    """
+    rounds = max(len(trial.seconds) for trial in trials)
+    trials = [trial for trial in trials if len(trial.seconds) == rounds]
+    size = {trial.name: (*trial.size, trial.name != usual) for trial in trials}
+    for trial in sorted(trials, key=lambda trial: (size[trial.name], trial.median)):
+        simple = [other for other in trials if size[other.name] <= size[trial.name]]
+        as_simple = any(other.median < trial.median for other in simple)
+        if not as_simple and not any(is_faster(other, trial) for other in trials):
+            return trial
+    raise AssertionError("the plan with the least median is not slower than another")
+
+
+def is_faster(one: Trial, other: Trial) -> bool:
+    """Whether `one` beats `other` by more than the spread: in the median, and in three rounds of four.
+
+    By far in the median, most rounds are enough: of three, one may have met a hiccup of the machine.
+    Rounds are compared pair by pair, since what slows the machine down slows both of a round.
+    """
+    rounds = list(zip(one.seconds, other.seconds, strict=False))
+    won = sum(ours < theirs for ours, theirs in rounds)
+    if one.median * _BY_FAR < other.median:
+        return 2 * won > len(rounds)
+    # One or two rounds show no spread: a difference then has to be one that noise rarely makes.
+    return len(rounds) >= _SHOWS_SPREAD and one.median < other.median and 4 * won >= 3 * len(rounds)
+
+
+def is_decided(trials: Sequence[Trial], rounds: int, usual: str = "") -> bool:
+    """Whether the rest of so many `rounds` need not be run: the simplest plan is kept.
+
+    Every other plan has lost so many rounds to it that it cannot win three of four any more, and none is
+    ahead by far.
+
+    >>> one, mix = Trial("one", 1, (1.0, 1.1, 1.0)), Trial("mix", 3, (1.1, 1.2, 1.1))
+    >>> is_decided([one, mix], rounds=9), is_decided([one, mix], rounds=20)
+    (True, False)
+    """
+    simplest, *others = sorted(trials, key=lambda trial: (*trial.size, trial.name != usual))
+    for other in others:
+        lost = sum(a < b for a, b in zip(simplest.seconds, other.seconds, strict=True))
+        is_as_simple = other.size == simplest.size and simplest.name != usual
+        if is_as_simple or 4 * (rounds - lost) >= 3 * rounds or is_faster(other, simplest):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -201,7 +182,7 @@ def engine_seconds(findings: Findings, engines: Sequence[str]) -> dict[str, floa
     """The time of the chosen plan on each engine in a call, if it was measured.
 
     >>> blocks = (BlockCost(0, 1, "", "", {"a": 2.0}), BlockCost(1, 1, "", "", {"b": 1.0}))
-    >>> mix = Trial("mix", 2, (3.1,), 0.0, blocks=("a", "b"))
+    >>> mix = Trial("mix", 2, (3.1,), blocks=("a", "b"))
     >>> findings = Findings("latency", (mix,), "mix", blocks)
     >>> engine_seconds(findings, ("a", "b")), segment_seconds(findings, ("a", "b"), 2)
     ({'a': 2.0, 'b': 1.0}, [2.0, 1.0])

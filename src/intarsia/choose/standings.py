@@ -101,8 +101,8 @@ class Standings:
         self.progress.best(lead, self.trials[lead].median)
 
     def _is_decided(self, rounds: int, took: Mapping[str, Sequence[float]]) -> bool:
-        entries = [self.built[name].trial(tuple(seconds), final=True).entry for name, seconds in took.items()]
-        return is_decided(entries, rounds, usual=next(iter(self.trials)))
+        trials = [self.built[name].trial(tuple(seconds), final=True) for name, seconds in took.items()]
+        return is_decided(trials, rounds, usual=next(iter(self.trials)))
 
     def close(self, times: float) -> list[str]:
         """The plans within so many times the best, in order, by quickest rounds: few have no safe middle."""
@@ -126,7 +126,7 @@ class Standings:
         measured = [trial for trial in decided or self.trials.values() if trial.name in self.built]
         if not measured:
             return next(iter(self.built))
-        return winner([trial.entry for trial in measured], usual=next(iter(self.trials))).name
+        return winner(measured, usual=next(iter(self.trials))).name
 
     def leave_out(self, reason: str) -> None:
         """Note what a larger budget would measure."""

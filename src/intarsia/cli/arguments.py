@@ -17,13 +17,13 @@ from intarsia.errors import InputError
 
 
 def complete_architecture(word: str) -> list[str]:
-    """The names of the zoo that begin with a word; its file is read, since to import it takes a second."""
+    """The names of the zoo that begin with `word`. They are read from its file: an import takes a second."""
     zoo = Path(__file__).with_name("zoo.py").read_text(encoding="utf-8")
     return [name for name in re.findall(r"^@_maker\ndef _(\w+)", zoo, re.M) if name.startswith(word)]
 
 
 def complete_model(word: str) -> list[str]:
-    """The names of the zoo, and the files and folders, that begin with a word."""
+    """The names of the zoo, and the files and folders, that begin with `word`."""
     paths = [f"{path}/" if os.path.isdir(path) else path for path in glob(f"{escape(word)}*")]
     ends = ("/", ".py", ".pt2", ".intarsia")
     return [*complete_architecture(word), *(path for path in paths if path.endswith(ends))]
@@ -84,7 +84,7 @@ _LISTS = ("torch_executed_ops", "torch_executed_modules", "backend_priority")  #
 def compile_options(
     engines: str | None = None, budget: float | None = None, choices: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The keyword arguments of `intarsia.compile` that a command line asks for, checked.
+    """The keyword arguments of `intarsia.compile` for these command-line options, checked.
 
     >>> compile_options("onnxruntime, pytorch", None, ["min_block_size=1", "partition=greedy"])
     {'min_block_size': 1, 'partition': 'greedy', 'engines': ['onnxruntime', 'pytorch']}
@@ -99,9 +99,9 @@ def compile_options(
         name, equals, value = choice.partition("=")
         if not equals:
             raise InputError(f"-O {choice} is not of the form NAME=VALUE")
-        name, found = name.replace("-", "_"), _value(value)
-        is_list = name in _LISTS and isinstance(found, str)
-        options[name] = [item.strip() for item in value.split(",")] if is_list else found
+        name, parsed = name.replace("-", "_"), _value(value)
+        is_list = name in _LISTS and isinstance(parsed, str)
+        options[name] = [item.strip() for item in value.split(",")] if is_list else parsed
     if engines is not None:
         options["engines"] = [name.strip() for name in engines.split(",") if name.strip()]
     if budget is not None:
@@ -118,7 +118,7 @@ def _value(text: str) -> Any:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise InputError for a file that cannot be written, before the work whose result it is to hold."""
+    """Raise InputError if the file cannot be written. Call it before the work whose result goes there."""
     if path is None:
         return
     if path.is_dir():
@@ -126,9 +126,9 @@ def check_writable(path: Path | None) -> None:
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {path.parent} to write {path.name} to")
     if not os.access(path.parent, os.W_OK):
-        raise InputError(f"you may not write to the folder {path.parent}")
+        raise InputError(f"you do not have permission to write to the folder {path.parent}")
 
 
 def print_json(content: Any, *, error: bool = False) -> None:
-    """A result as JSON, on stdout, or on stderr where stdout belongs to somebody else."""
+    """Print a result as JSON to stdout, or to stderr with `error`."""
     typer.echo(json.dumps(content, indent=2, default=str), err=error)

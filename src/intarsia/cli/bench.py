@@ -1,4 +1,4 @@
-"""`intarsia demo` and `intarsia bench`: a model on every engine, timed beside PyTorch and torch.compile."""
+"""`intarsia demo` and `intarsia bench`: the times of a model on every engine, PyTorch and torch.compile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EAGER, TORCH_COMPILE = "PyTorch eager", "torch.compile"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What each peer took and how far it is off, with the plan and the notes of what was compiled."""
+    """The time and the error of each peer, with the plan and the notes of the compiled modules."""
 
     model: str
     weights: int
@@ -44,8 +44,8 @@ class Comparison:
             }
             for name, timing in self.times.items()
         }
-        about = {"model": self.model, "weights": self.weights, "threads": self.threads}
-        return {**about, "peers": peers, "failed": dict(self.failed), "notes": list(self.notes)}
+        setting = {"model": self.model, "weights": self.weights, "threads": self.threads}
+        return {**setting, "peers": peers, "failed": dict(self.failed), "notes": list(self.notes)}
 
 
 def compare(
@@ -55,7 +55,7 @@ def compare(
     torch_compile: bool = False,
     seconds: float = 20.0,
 ) -> Comparison:
-    """Compile a model on each engine alone and on the measured plan, and time all of them in turns."""
+    """Compile a model for each engine alone and with the measured plan, and time all of them in turns."""
     model, options = specimen.module, dict(options or {})
     peers: dict[str, Callable[..., Any]] = {EAGER: model}
     if torch_compile:
@@ -77,10 +77,10 @@ def compare(
             try:
                 with working(f"running {name}"):
                     errors[name] = relative_error(call(), expected)
-            except Exception as failure:  # torch.compile's failure is a result; ours would be a defect
+            except Exception as error:  # a failure of torch.compile is a result, any other is a defect
                 if name != TORCH_COMPILE:
                     raise
-                failed[name] = error_text(failure)
+                failed[name] = error_text(error)
                 continue
             calls[name] = call
         with working(f"timing {len(calls)} peers", seconds):
@@ -91,10 +91,10 @@ def compare(
 
 
 def print_comparison(comparison: Comparison, *, plan: bool = False) -> None:
-    """The comparison as a table, below the notes and, if asked for, the plan that was used last."""
+    """Print the notes, the last plan (with `plan`), and a table of times and errors."""
     console = Console()
-    about = f"{comparison.weights / 1e6:.1f} M weights, {comparison.threads} threads"
-    console.print(f"[bold]{comparison.model}[/], {about}")
+    setting = f"{comparison.weights / 1e6:.1f} M weights, {comparison.threads} threads"
+    console.print(f"[bold]{comparison.model}[/], {setting}")
     for note in comparison.notes:
         console.print(note, style="yellow", markup=False, soft_wrap=True)
     for name, reason in comparison.failed.items():
@@ -111,9 +111,9 @@ def print_comparison(comparison: Comparison, *, plan: bool = False) -> None:
     console.print(table)
 
 
-def _engine_choices(asked: list[str] | None) -> list[tuple[str, list[str] | None]]:
-    """A label and `engines=` for each plan: each engine asked for or usable, and then all of them."""
-    usable = asked or [
+def _engine_choices(chosen: list[str] | None) -> list[tuple[str, list[str] | None]]:
+    """A label and `engines=` for each plan: each chosen (or usable) engine alone, and then all of them."""
+    usable = chosen or [
         engine.name
         for engine in default_engines()
         if engine.unavailable() is None and engine.name != "pytorch"
@@ -121,7 +121,7 @@ def _engine_choices(asked: list[str] | None) -> list[tuple[str, list[str] | None
     if not usable:
         return [("PyTorch alone", None)]
     alone: list[tuple[str, list[str] | None]] = [(f"{name} alone", [name]) for name in usable]
-    return [*alone, ("measured", asked)]
+    return [*alone, ("measured", chosen)]
 
 
 def _call(peer: Callable[..., Any], specimen: Specimen) -> Callable[[], Any]:

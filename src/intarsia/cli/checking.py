@@ -1,4 +1,4 @@
-"""`intarsia check | diff`: whether something computes what a model does, and where it does not."""
+"""`intarsia check | diff`: whether a candidate computes the same as a model, and where they differ."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _candidate(name: str, specimen: Specimen, against: str | None, options: dict
     place, colon, function = against.rpartition(":")
     if not colon:
         return against
-    outcome = call_factory(place, function, specimen.module)
-    if not callable(outcome):
-        raise InputError(f"{against} must return a callable, not a {type(outcome).__name__}")
-    return outcome
+    candidate = call_factory(place, function, specimen.module)
+    if not callable(candidate):
+        raise InputError(f"{against} must return a callable, not a {type(candidate).__name__}")
+    return candidate

@@ -1,4 +1,4 @@
-"""`intarsia explain | compile | export | bench | demo`: commands that make something of a model."""
+"""`intarsia explain | compile | export | bench | demo`: commands that compile a model or explain a plan."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def explain(
     elif json:
         typer.echo(report.to_json())
     else:
-        console = Console()  # tables need room; a pipe and a narrow terminal get lines
+        console = Console()  # tables need a wide terminal; otherwise, lines are printed
         console.print(report) if console.is_terminal and console.width >= 80 else typer.echo(str(report))
 
 
@@ -149,7 +149,7 @@ def export(
 
 
 def _runtime(to: str) -> tuple[str, str]:
-    """The engine whose runtime loads what is exported, and the suffix of its files."""
+    """The engine whose runtime loads the exported file, and the suffix of its files."""
     from intarsia.engines import NetworkEngine, known_engines
     from intarsia.graph.segment import PYTORCH
 

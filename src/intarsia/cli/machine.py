@@ -30,7 +30,7 @@ def engines(json: AsJson = False) -> None:
 
     table = Table("engine", "usable")
     for name, why in reasons.items():
-        table.add_row(name, Text(why or "yes"))  # `[mnn]` is no markup
+        table.add_row(name, Text(why or "yes"))  # not as markup: it may contain `[mnn]`
     Console().print(table)
 
 
@@ -103,9 +103,9 @@ def clear(json: AsJson = False) -> None:
 
 
 def _files() -> list[tuple[str, int, float]]:
-    """The stored files: name below the cache's folder, bytes, and when each was last used.
+    """The files of the cache: path in its folder, bytes, and time of the last use.
 
-    INTARSIA_CACHE may name a folder with other things in it, so only tables with a lock beside them count.
+    INTARSIA_CACHE may name a folder with other files in it, so a JSON file counts only if it has a lock file.
     """
     from intarsia.cache.store import cache_directory
 

@@ -1,7 +1,7 @@
-"""The command line, `intarsia COMMAND`. Commands import what they need when they run, so `--help` is quick.
+"""The command line, `intarsia COMMAND`. Commands import modules only when they run, so `--help` is fast.
 
-Exit codes: 0 for success; 1 where `check` or `diff` finds a difference; 2 for a mistake in the call, or a
-model or file that cannot be used; 3 for an unexpected error.
+Exit codes: 0 for success; 1 if `check` or `diff` finds a difference; 2 for a mistake in the call, or a model
+or file that cannot be used; 3 for an unexpected error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from intarsia.cli import checking, compiling, machine, pipeline, running
 from intarsia.errors import IntarsiaError, error_text
 
 MISTAKE, UNEXPECTED, INTERRUPTED, CLOSED = 2, 3, 130, 141
-_UsageError: Any = typer.BadParameter.__base__  # of click, which newer typers contain
+_UsageError: Any = typer.BadParameter.__base__  # click's class; newer versions of typer vendor click
 
 app: typer.Typer = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(compiling.explain)
@@ -39,8 +39,8 @@ app.add_typer(machine.cache, name="cache")
 app.command()(compiling.demo)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         import intarsia
 
         typer.echo(intarsia.__version__)
@@ -67,12 +67,12 @@ def root(
 
 def main() -> None:
     """The entry point. An error is one sentence on stderr; `--debug` shows its traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 shows ? in place of ±
+    for stream in (sys.stdout, sys.stderr):  # a terminal without UTF-8 shows ? in place of ±
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     words = sys.argv[1:]
-    own = words[: words.index("tune")] if "tune" in words else words  # the rest may belong to a script
-    if "--debug" in own:  # anywhere in the line, as people write it
+    own = words[: words.index("tune")] if "tune" in words else words  # the rest may be a script's arguments
+    if "--debug" in own:  # also after the command
         app([word for word in own if word != "--debug"] + words[len(own) :])
         return
     try:
@@ -88,7 +88,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _end("interrupted", INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # `intarsia cache ls | head`
-        # click and rich end with 1, which would say that `check` found a difference.
+        # click and rich exit with code 1, which means here that `check` has found a difference.
         if not isinstance(error.__context__ or error, BrokenPipeError):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -103,11 +103,11 @@ def main() -> None:
 
 
 def _usage(error: Any) -> str:
-    """A mistake in the words of a command, with the command whose help explains them."""
+    """The message of a usage error, with the command whose help explains the options."""
     sentence = error.format_message()
     if not sentence.endswith((".", "?")):
         sentence += "."
-    return sentence if error.ctx is None else f"{sentence} `{error.ctx.command_path} --help` has the rest."
+    return sentence if error.ctx is None else f"{sentence} See `{error.ctx.command_path} --help`."
 
 
 def _end(sentence: str, code: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What MODEL means on the command line: the model that a word names, and an example call of it."""
+"""The argument MODEL of the command line: the model that it names, and an example call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import inspect
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from intarsia.capture.input import resolve_call
 from intarsia.checkpoint.pretrained import class_of, load_pretrained, transformers_for
 from intarsia.cli import zoo
 from intarsia.cli.zoo import Specimen
-from intarsia.errors import InputError, first_line
+from intarsia.errors import InputError, first_line, near_names
 from intarsia.logs import torch_logs_kept
 
 if TYPE_CHECKING:
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
 
 _FORMS = "a zoo name, FILE.py:FUNCTION, MODULE:FUNCTION, a .pt2 file, an archive, or a Hugging Face folder"
 _DTYPES = ("float32", "float16", "bfloat16")
-_ENGINES_OWN = (".onnx", ".xml")
+_ENGINE_FILES = (".onnx", ".xml")
 _WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def resolve(
     name: str, *, full: bool = False, ranges: Sequence[str] | None = None, dtype: str | None = None
 ) -> Specimen:
-    """The model that a command line names, with an example call, whose sizes vary by `--range`.
+    """The model that `name` names, with an example call, whose sizes vary by `--range`.
 
     A name is looked up in this order: `file.py:function` or `package.module:function`, which returns
-    `(model, args)` or `(model, args, kwargs)`; a file or folder (a `.pt2` program, an archive of ours, a
-    Hugging Face folder); an architecture of the zoo; a model type of Hugging Face, with random weights.
+    `(model, args)` or `(model, args, kwargs)`; a file or folder (a `.pt2` program, an archive, a Hugging Face
+    folder); an architecture of the zoo; a model type of Hugging Face, with random weights.
 
     >>> type(resolve("bert").model).__name__
     'BertModel'
@@ -59,7 +58,7 @@ def _find(name: str, full: bool, dtype: torch.dtype | None) -> Specimen:
     if path.is_dir():
         return _from_folder(path, dtype)
     if dtype is not None:
-        raise InputError(f"--dtype is for Hugging Face folders, and {name} is none")
+        raise InputError(f"--dtype is only for Hugging Face folders, and {name} is not one")
     if colon and place:
         return _from_function(name, place, function)
     if path.is_file() or path.suffix in (".pt2", ".intarsia"):
@@ -72,9 +71,9 @@ def _find(name: str, full: bool, dtype: torch.dtype | None) -> Specimen:
 
 
 def compiled_file(name: str) -> Compiled | None:
-    """The compiled module, where the name is a file that `intarsia.save` wrote; None for other models."""
+    """The compiled module, if the name is a file of `intarsia.save`; None for other models."""
     path = Path(name)
-    if not path.is_file() or path.suffix in (".pt2", ".py", *_ENGINES_OWN, *_WEIGHTS):
+    if not path.is_file() or path.suffix in (".pt2", ".py", *_ENGINE_FILES, *_WEIGHTS):
         return None
     from intarsia.archive import load
 
@@ -82,7 +81,7 @@ def compiled_file(name: str) -> Compiled | None:
 
 
 def load_factory(place: str, name: str) -> Callable[..., Any]:
-    """The function `name` of a Python file or of a module, named on the command line."""
+    """The function `name` of a Python file or module."""
     try:
         module = _imported(place)
     except InputError:
@@ -94,7 +93,7 @@ def load_factory(place: str, name: str) -> Callable[..., Any]:
         own = [
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         ]
-        hint = near(name, own) or (f"; it has {', '.join(own[:6])}" if own else "")
+        hint = near_names(name, own) or (f"; it has {', '.join(own[:6])}" if own else "")
         raise InputError(f"{place} has no function {name!r}{hint}")
     if isinstance(factory, nn.Module):
         raise InputError(f"{place}:{name} is a model; give a function that returns (model, args)")
@@ -102,7 +101,7 @@ def load_factory(place: str, name: str) -> Callable[..., Any]:
 
 
 def call_factory(place: str, name: str, *args: Any) -> Any:
-    """What the function `name` of a Python file or of a module returns."""
+    """The result of the function `name` of a Python file or module."""
     try:
         return load_factory(place, name)(*args)
     except InputError:
@@ -111,20 +110,10 @@ def call_factory(place: str, name: str, *args: Any) -> Any:
         raise InputError(f"{place}:{name} raised {type(error).__name__}: {error}") from error
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """A hint that ends a sentence: the known words that are spelled much like this one, or nothing.
-
-    >>> near("brt", ["bert", "vit"])
-    "; did you mean 'bert'?"
-    """
-    matches = get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-
-
 def _imported(place: str) -> Any:
     if not place.endswith(".py"):
         if "" not in sys.path:
-            sys.path.insert(0, "")  # modules of the folder the command runs in
+            sys.path.insert(0, "")  # the current folder
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
@@ -134,13 +123,13 @@ def _imported(place: str) -> Any:
             raise InputError(f"there is no module {place!r}{hint}") from error
     path = Path(place)
     if not path.is_file():
-        raise InputError(f"there is no file {place}{near(path.name, _names_beside(path))}")
+        raise InputError(f"there is no file {place}{near_names(path.name, _names_beside(path))}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # what is defined there may be looked up by its module
+    sys.modules[path.stem] = module  # classes are looked up by their module
     if str(path.parent.resolve()) not in sys.path:
-        sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
+        sys.path.insert(0, str(path.parent.resolve()))  # like Python for a script
     spec.loader.exec_module(module)
     return module
 
@@ -172,7 +161,7 @@ _RANGE = re.compile(r"(?P<dims>[\w.]+\.\d+(?:,[\w.]+\.\d+)*)=(?P<least>\d+):(?P<
 def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]:
     """The `dynamic_shapes` of torch.export for ranges such as `ids.0,mask.0=1:32`."""
     if specimen.dynamic_shapes is not None or isinstance(specimen.model, ExportedProgram | _CapturedModel):
-        raise InputError("--range is for models whose sizes are fixed; this one has ranges or was exported")
+        raise InputError("--range is for models with fixed sizes; this model has ranges or was exported")
     bound = inspect.signature(specimen.model.forward).bind(*specimen.args, **specimen.kwargs).arguments
     shapes: dict[str, Any] = dict.fromkeys((*bound, *specimen.kwargs))
     for number, text in enumerate(ranges):
@@ -188,34 +177,35 @@ def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]
             if not isinstance(value, torch.Tensor):
                 tensors = [key for key in shapes if isinstance(bound.get(key), torch.Tensor)]
                 hint = (
-                    near(name, tensors) or f"; they are {', '.join(tensors) or 'nested: use intarsia.Input'}"
+                    near_names(name, tensors)
+                    or f"; they are {', '.join(tensors) or 'nested: use intarsia.Input'}"
                 )
-                raise InputError(f"--range {text}: {name!r} is no tensor of the call{hint}")
+                raise InputError(f"--range {text}: {name!r} is not a tensor of the call{hint}")
             if int(axis) >= value.dim():
                 raise InputError(f"--range {text}: {name} has {value.dim()} dimensions")
             actual = value.shape[int(axis)]
             if actual < least or (most is not None and actual > most):
-                raise InputError(f"--range {text}: the example has {dim} = {actual}, which is outside")
+                raise InputError(f"--range {text}: the example's {dim} = {actual} is outside of the range")
             shapes[name] = {**(shapes[name] or {}), int(axis): size}
     return shapes
 
 
 def _from_file(path: Path) -> Specimen:
     if not path.is_file():
-        raise InputError(f"there is no file {path}{near(path.name, _names_beside(path))}")
+        raise InputError(f"there is no file {path}{near_names(path.name, _names_beside(path))}")
     if path.suffix == ".pt2":
         return _from_program(path)
     if path.suffix == ".py":
         raise InputError(f"{path} names no function; write {path}:FUNCTION")
-    if path.suffix in _ENGINES_OWN:
+    if path.suffix in _ENGINE_FILES:
         raise InputError(f"{path} is no PyTorch model; `intarsia check MODEL --against {path}` compares it")
     if path.suffix in _WEIGHTS:
         raise InputError(
-            f"{path} holds weights without a model; write a function that builds the model and loads them,"
+            f"{path} has weights without a model; write a function that builds the model and loads them,"
             " and give FILE.py:FUNCTION"
         )
     if not zipfile.is_zipfile(path):
-        raise InputError(f"{path} is no model; give {_FORMS}")
+        raise InputError(f"{path} is not a model; give {_FORMS}")
     return _from_archive(path)
 
 
@@ -223,10 +213,10 @@ def _from_program(path: Path) -> Specimen:
     try:
         with torch_logs_kept():
             program = torch.export.load(path)
-    except Exception as error:  # torch raises many kinds here
-        raise InputError(f"{path} is no program of torch.export.save: {first_line(error)}") from error
+    except Exception as error:  # torch raises many types
+        raise InputError(f"{path} is not a file of torch.export.save: {first_line(error)}") from error
     if program.example_inputs is None:
-        raise InputError(f"{path} holds no example inputs; export the model again with this version of torch")
+        raise InputError(f"{path} has no example inputs; export the model again with this version of torch")
     args, kwargs = program.example_inputs
     return Specimen(program, tuple(args), dict(kwargs))
 
@@ -237,7 +227,7 @@ def _from_archive(path: Path) -> Specimen:
 
     compiled = load(path)
     if compiled.captured is None:
-        raise InputError(f"{path} does not hold the model that it was compiled from; compile it again")
+        raise InputError(f"{path} does not contain the model that it was compiled from; compile it again")
     interface = Interface.of(compiled)
     drawn = interface.example(interface.usual(), torch.Generator().manual_seed(0))
     args, kwargs = pytree.tree_unflatten(interface.prepared(drawn), compiled.lowered.in_spec)
@@ -246,7 +236,7 @@ def _from_archive(path: Path) -> Specimen:
 
 
 class _CapturedModel(nn.Module):
-    """The graph that an archive was compiled from, called as the model was."""
+    """The graph that an archive was compiled from, with the signature of the model."""
 
     def __init__(self, graph: nn.Module, out_spec: pytree.TreeSpec) -> None:
         super().__init__()
@@ -268,7 +258,7 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> Specimen:
             config = hf.AutoConfig.from_pretrained(path)
             model = _random(class_of(hf, config), config)
             model = model if dtype is None else model.to(dtype)
-        except Exception as error:  # transformers raises many kinds here
+        except Exception as error:  # transformers raises many types
             raise InputError(f"transformers cannot load {path}: {first_line(error)}") from error
     return Specimen(model.eval(), (), _hugging_face_call(str(path), model))
 
@@ -284,7 +274,7 @@ def _from_type(name: str) -> Specimen:
                 torch.manual_seed(0)
                 model = _random(class_of(hf, config), config)
             return Specimen(model.eval(), (), _hugging_face_call(name, model))
-    hint = near(name, [*zoo.names(), *types, *_names_beside(Path(name))])
+    hint = near_names(name, [*zoo.names(), *types, *_names_beside(Path(name))])
     raise InputError(f"there is no model {name!r}{hint or f': give {_FORMS}'}")
 
 
@@ -293,7 +283,7 @@ def _random(kind: Any, config: Any) -> Any:
 
 
 def _hugging_face_call(name: str, model: Any) -> dict[str, torch.Tensor]:
-    """An example call, made from the configuration's data about the model's main input."""
+    """An example call for the model's main input, with sizes of the configuration."""
     config, main = model.config, model.main_input_name
     texts, draw = getattr(config, "text_config", config), torch.Generator().manual_seed(0)
     if main == "pixel_values":
@@ -306,7 +296,7 @@ def _hugging_face_call(name: str, model: Any) -> dict[str, torch.Tensor]:
     vocabulary = getattr(texts, "vocab_size", None)
     if main != "input_ids" or vocabulary is None:
         raise InputError(
-            f"{name} takes {main!r}, for which there is no example; write a function that returns"
+            f"{name} takes {main!r}, for which no example can be drawn; write a function that returns"
             " (model, args, kwargs), and give FILE.py:FUNCTION"
         )
     ids = torch.randint(0, vocabulary, (1, 32), generator=draw)

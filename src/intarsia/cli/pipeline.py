@@ -1,4 +1,4 @@
-"""`intarsia pipeline`: draw a schedule, run one over several processes."""
+"""`intarsia split` and `intarsia pipeline`: cut a model, draw a schedule, train over several processes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def split(
         {"forward_s": c.forward, "backward_s": c.backward, "weights": c.weights, "kept": c.saved}
         for c in report.costs
     ]
-    about = {"way": report.way, "reason": report.reason, "by": report.by, "balance": report.balance}
-    print_json({**about, "stages": costs, "bytes_across": list(report.crossing)})
+    content = {"way": report.way, "reason": report.reason, "by": report.by, "balance": report.balance}
+    print_json({**content, "stages": costs, "bytes_across": list(report.crossing)})
 
 
 @app.command()
@@ -66,12 +66,12 @@ def draw(
 ) -> None:
     """Draw a schedule as text or as a picture."""
     from intarsia.pipeline.plan.draw import ascii_gantt, save_gantt
-    from intarsia.pipeline.schedules import schedule as make
+    from intarsia.pipeline.schedules import schedule as schedule_of
 
     check_writable(picture)
     _check_positive(ranks=ranks, microbatches=microbatches)
     _import(imports)
-    plan = make(schedule, ranks, microbatches)
+    plan = schedule_of(schedule, ranks, microbatches)
     if picture is not None:
         save_gantt(plan, picture)
     if json:
@@ -86,22 +86,23 @@ def schedules(imports: Imports = None, json: AsJson = False) -> None:
     from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
 
     _import(imports)
+    definitions = [*SCHEDULES.values(), *TORCH_ONLY.values()]
     if json:
-        about = {
+        content = {
             definition.name: {
                 "stages_per_rank": definition.per_rank,
                 "splits_backward": definition.splits_backward,
                 "is_simulated": definition.order is not None,
             }
-            for definition in (*SCHEDULES.values(), *TORCH_ONLY.values())
+            for definition in definitions
         }
-        print_json(about)
+        print_json(content)
         return
-    for definition in (*SCHEDULES.values(), *TORCH_ONLY.values()):
-        stages = f"{definition.per_rank} stage{'s' if definition.per_rank > 1 else ''} a rank"
-        apart = ", weight gradients apart" if definition.splits_backward else ""
-        runs_only = "" if definition.order is not None else ", run by torch and not simulated"
-        typer.echo(f"{definition.name:<16} {stages}{apart}{runs_only}")
+    for definition in definitions:
+        stages = f"{definition.per_rank} stage{'s' if definition.per_rank > 1 else ''} per rank"
+        splits = ", weight gradients in a pass of their own" if definition.splits_backward else ""
+        runs_only = "" if definition.order is not None else ", only run by torch, not simulated"
+        typer.echo(f"{definition.name:<16} {stages}{splits}{runs_only}")
 
 
 @app.command()
@@ -159,12 +160,12 @@ def run(
         if model is not None:
             from intarsia.cli.pipeline_model import find_factory
 
-            find_factory(model)  # a name that means nothing is refused here, and not on every rank
-        raise typer.Exit(_under_torchrun(ranks, _as_typed(context.params)))
-    from intarsia.cli.pipeline_model import make_demo, make_job
+            find_factory(model)  # raises here for an unknown name, not on every rank
+        raise typer.Exit(_under_torchrun(ranks, _words(context.params)))
+    from intarsia.cli.pipeline_model import demo_job, job_of
     from intarsia.cli.pipeline_train import Training, train_rank
 
-    job = make_demo(microbatches) if model is None else make_job(model, text, batch, length)
+    job = demo_job(microbatches) if model is None else job_of(model, text, batch, length)
     options = Training(
         schedule, microbatches, per_rank, steps, rate, recompute, save, every, resume, curve, timeout
     )
@@ -180,7 +181,7 @@ def _check_positive(**options: float) -> None:
 
 
 def _check_schedule(schedule: str, ranks: int, microbatches: int) -> None:
-    """Refuse, before a process is started, what every rank would refuse."""
+    """Raise PartitionError before processes start for a schedule that every rank would refuse."""
     from intarsia.pipeline.distributed.placement import schedule_class
     from intarsia.pipeline.schedules import find_schedule
 
@@ -200,17 +201,17 @@ def _import(names: Sequence[str] | None) -> None:
             import_module(name)
 
 
-def _as_typed(options: Mapping[str, Any]) -> list[str]:
-    """The options of a command as they are typed."""
+def _words(options: Mapping[str, Any]) -> list[str]:
+    """The words of a command line with these options."""
     single = {name: value for name, value in options.items() if name not in ("model", "imports")}
-    typed = [f"--{name}={value}" for name, value in single.items() if value is not None]
-    typed += [f"--import={name}" for name in options["imports"] or ()]
-    flags = [option.removesuffix("=True") for option in typed if not option.endswith("=False")]
+    words = [f"--{name}={value}" for name, value in single.items() if value is not None]
+    words += [f"--import={name}" for name in options["imports"] or ()]
+    flags = [word.removesuffix("=True") for word in words if not word.endswith("=False")]
     return flags if options["model"] is None else [options["model"], *flags]
 
 
 def _under_torchrun(ranks: int, options: list[str]) -> int:
-    """Start this command again, once a rank."""
+    """Start this command again, once per rank; returns the exit code."""
     torchrun = [sys.executable, "-m", "intarsia.cli.torchrun", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*torchrun, "-m", "intarsia.cli.pipeline", "run", *options]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -218,7 +219,7 @@ def _under_torchrun(ranks: int, options: list[str]) -> int:
 
 
 def _run_rank() -> None:
-    """The command on one rank: an error a user can act on goes to the launcher, which says it once."""
+    """The command on one rank. The launcher gets an IntarsiaError and prints it once for all ranks."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     try:

@@ -1,4 +1,4 @@
-"""What `intarsia pipeline run` trains: a model, its data and its loss, by name; without one, a small GPT."""
+"""The jobs of `intarsia pipeline run`: a model, its data and its loss, by name; by default, a small GPT."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = (
 
 @dataclass(frozen=True)
 class Batch:
-    """One call of the model, and what its answer is compared with."""
+    """One call of the model, and its target."""
 
     args: tuple[Any, ...]
     target: Any
@@ -31,18 +31,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class Job:
-    """A model to train: `data(step)` gives the batch of a step, the same on every rank and every time."""
+    """A model to train. `data(step)` returns the batch of a step, which is the same on every rank."""
 
     model: nn.Module
     data: Callable[[int], Batch]
     loss: Callable[[Any, Any], Tensor]
     loss_weight: Any = None
-    compare: bool = False  # the gradients of the first step with those of the model on one device
+    compare: bool = False  # whether to compare the first gradients with those of the model on one device
 
 
 @dataclass(frozen=True)
 class TextData:
-    """Windows of a text, a token a byte; every step draws its own places."""
+    """Windows of a text with one token per byte, at random positions for every step."""
 
     text: bytes
     batch: int
@@ -56,13 +56,13 @@ class TextData:
         return Batch((ids,), ids, {"use_cache": False})
 
 
-def make_job(name: str, text: Path | None = None, batch: int = 16, length: int = 64) -> Job:
-    """The job of a name: `file.py:factory`, `module:factory`, or a Hugging Face model type with its sizes.
+def job_of(name: str, text: Path | None = None, batch: int = 16, length: int = 64) -> Job:
+    """The job with this name: `file.py:factory`, `module:factory`, or a Hugging Face model type with sizes.
 
-    A factory takes nothing and returns `(model, data, loss)`: `data(step)` gives `(args, target)` or
-    `(args, kwargs, target)`, and `loss(answer, target)` a scalar. If it returns a module alone, that is taken
-    for a language model of bytes. `gpt2:n_layer=4,n_embd=128` is Hugging Face's configuration of that type
-    with these changes, and random weights; nothing is downloaded.
+    A factory has no arguments and returns `(model, data, loss)`. `data(step)` returns `(args, target)` or
+    `(args, kwargs, target)`, and `loss(output, target)` a scalar. If it returns only a module, the module is
+    trained as a language model of bytes. `gpt2:n_layer=4,n_embd=128` is Hugging Face's configuration of this
+    type with these changes, and random weights; nothing is downloaded.
     """
     job = find_factory(name)()
     if isinstance(job, nn.Module):
@@ -70,20 +70,20 @@ def make_job(name: str, text: Path | None = None, batch: int = 16, length: int =
     if not (isinstance(job, tuple) and len(job) == 3 and isinstance(job[0], nn.Module)):
         raise InputError(f"{name} must return (model, data, loss) or a model, not {type(job).__name__}")
     if text is not None:
-        raise InputError(f"{name} brings its own data; --text is for language models")
+        raise InputError(f"{name} has its own data; --text is for language models")
     model, data, loss = job
     return Job(model, lambda step: _batch(data(step), name), loss)
 
 
 def find_factory(name: str) -> Callable[[], Any]:
-    """What makes the job of a name, found and not yet called; a name that means nothing is refused."""
+    """The factory with this name, not yet called. Raises InputError for an unknown name."""
     place, _, rest = name.partition(":")
     return load_factory(place, rest) if rest and "=" not in rest else _hugging_face(place, rest)
 
 
-def next_token_loss(answer: Any, ids: Tensor) -> Tensor:
-    """The mean cross entropy of each token given those before it."""
-    logits = answer if isinstance(answer, Tensor) else answer.logits
+def next_token_loss(output: Any, ids: Tensor) -> Tensor:
+    """The mean cross entropy of each token, predicted from the tokens before it."""
+    logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
@@ -94,9 +94,9 @@ def _text(model: nn.Module, text: Path | None, batch: int, length: int) -> TextD
         raise InputError(
             f"the model has a vocabulary of {vocabulary}; a text of bytes needs vocab_size=256 or more"
         )
-    places = getattr(config, "max_position_embeddings", None)
-    if places is not None and length > places:
-        raise InputError(f"--length={length} is more than the {places} positions the model has")
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise InputError(f"--length={length} is more than the {positions} positions of the model")
     try:
         data = TEXT if text is None else text.read_bytes()
     except OSError as error:
@@ -108,7 +108,8 @@ def _text(model: nn.Module, text: Path | None, batch: int, length: int) -> TextD
 
 def _batch(value: Any, name: str) -> Batch:
     if not isinstance(value, tuple) or len(value) not in (2, 3):
-        raise InputError(f"the data of {name} must give (args, target) or (args, kwargs, target) for a step")
+        form = "(args, target) or (args, kwargs, target)"
+        raise InputError(f"the data of {name} must return {form} for a step")
     args, kwargs = value[0], value[1] if len(value) == 3 else {}
     return Batch(args if isinstance(args, tuple) else (args,), value[-1], kwargs)
 
@@ -120,7 +121,7 @@ def _hugging_face(kind: str, sizes: str) -> Callable[[], nn.Module]:
         raise InputError(f"{kind} needs Hugging Face: pip install transformers") from error
     if kind not in CONFIG_MAPPING:
         raise InputError(
-            f"{kind!r} is no model type of Hugging Face (gpt2, llama, ...); a model of your own is given as"
+            f"{kind!r} is not a model type of Hugging Face (gpt2, llama, ...); for your own model, give"
             " file.py:factory or module:factory"
         )
     changes: dict[str, Any] = {}
@@ -185,15 +186,15 @@ class TinyGPT(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The logits of the next token at every place."""
+        """The logits of the next token at every position."""
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def make_demo(microbatches: int) -> Job:
-    """The model and one batch of random tokens."""
+def demo_job(microbatches: int) -> Job:
+    """A small GPT and one batch of random tokens."""
     torch.manual_seed(0)
     model, ids = TinyGPT(), torch.randint(0, 256, (4 * microbatches, 32))
     return Job(model, lambda step: Batch((ids,), ids), next_token_loss, compare=True)

@@ -1,4 +1,4 @@
-"""A training run of `intarsia pipeline run`, on one rank: progress, loss curve, checkpoints, resuming."""
+"""One rank of a training run of `intarsia pipeline run`: progress, loss curve, checkpoints, resuming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Echo = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Training:
-    """How to train."""
+    """The options of a training run."""
 
     schedule: str
     microbatches: int
@@ -51,11 +51,11 @@ class Training:
 
 def train_rank(job: Job, options: Training, echo: Echo) -> list[float] | None:
     """Train the job's model with the other ranks. The rank of the last stage reports and returns losses."""
-    device = _join(options.timeout)
+    device = _start(options.timeout)
     first = job.data(0)
     world, rank = dist.get_world_size(), dist.get_rank()
     plain = copy.deepcopy(job.model) if job.compare else None
-    part = _front(first.args, options.microbatches), _front(dict(first.kwargs), options.microbatches)
+    part = [_microbatch(values, options.microbatches) for values in (first.args, dict(first.kwargs))]
     parts = split(job.model, *part, stages=world * options.per_rank, agree=True)
     if rank == 0:
         echo(str(parts.report))
@@ -66,10 +66,10 @@ def train_rank(job: Job, options: Training, echo: Echo) -> list[float] | None:
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=options.rate)
     losses = _resumed(pipe, optimizer, options) if options.resume or _restarted(options) else []
     if losses and pipe.is_last:
-        echo(f"goes on after step {len(losses)}")
+        echo(f"continues after step {len(losses)}")
     begin, before = time.perf_counter(), len(losses)
     for step in range(before, options.steps):
-        # A factory of the user may draw its data; dropout draws by the pipeline's own seed and steps.
+        # The user's factory may draw its data; dropout draws by the pipeline's own seed and steps.
         torch.manual_seed(step)
         batch = job.data(step)
         args, kwargs, target = pytree.tree_map_only(
@@ -86,14 +86,15 @@ def train_rank(job: Job, options: Training, echo: Echo) -> list[float] | None:
         if pipe.is_last:
             each = (time.perf_counter() - begin) / (step + 1 - before)
             if step + 1 in (before + 1, options.steps) or (step + 1) % max(1, options.steps // 20) == 0:
-                echo(f"step {step + 1:>5}/{options.steps}  loss {losses[-1]:.4f}  {each * 1e3:.0f} ms a step")
+                progress = f"step {step + 1:>5}/{options.steps}"
+                echo(f"{progress}  loss {losses[-1]:.4f}  {each * 1e3:.0f} ms per step")
         if options.save is not None and ((step + 1) % options.every == 0 or step + 1 == options.steps):
             _save(pipe, optimizer, options.save, losses)
     if pipe.is_last:
         if options.schedule in SCHEDULES:
             plan = schedule(options.schedule, world, options.microbatches, options.per_rank)
             predicted = simulate(plan, parts.report.costs)
-            echo(f"predicted {predicted.step_time * 1e3:.0f} ms a step, bubble {predicted.bubble:.0%}")
+            echo(f"predicted {predicted.step_time * 1e3:.0f} ms per step, bubble {predicted.bubble:.0%}")
         echo(text_curve(losses))
         if options.curve is not None:
             save_curve(losses, options.curve)
@@ -110,25 +111,25 @@ def _largest_difference(pipe: DistributedPipeline, plain: nn.Module, job: Job, b
     worst = 0.0
     for module in pipe:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            gradient, wanted = parameter.grad, expected[name]
-            assert gradient is not None and wanted is not None
-            worst = max(worst, float((gradient.cpu() - wanted).abs().max()))
+            gradient, reference = parameter.grad, expected[name]
+            assert gradient is not None and reference is not None
+            worst = max(worst, float((gradient.cpu() - reference).abs().max()))
     if worst > 1e-4:
         raise PipelineError(f"a gradient differs from the plain model's by {worst:.2e}")
     return worst
 
 
-def _join(timeout: float) -> torch.device:
-    """Join the other ranks, each on its GPU where there are enough."""
-    enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if enough:
+def _start(timeout: float) -> torch.device:
+    """Start the process group. Returns this rank's device: its GPU if there is one per rank, or the CPU."""
+    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    start_process_group("nccl" if enough else "gloo", timedelta(seconds=timeout))
-    return torch.device("cuda", torch.cuda.current_device()) if enough else torch.device("cpu")
+    start_process_group("nccl" if on_gpu else "gloo", timedelta(seconds=timeout))
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _front(values: Any, microbatches: int) -> Any:
-    """A micro-batch of a batch, but two samples at least: a length of one would be taken as fixed."""
+def _microbatch(values: Any, microbatches: int) -> Any:
+    """The first micro-batch of a batch; the whole batch if it has one sample, which export would fix."""
     sizes = {t.shape[0] for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.ndim}
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +142,7 @@ def _front(values: Any, microbatches: int) -> Any:
 def _save(
     pipe: DistributedPipeline, optimizer: torch.optim.Optimizer, folder: Path, losses: list[float]
 ) -> None:
-    """Write a checkpoint beside the last one, then name it as the one to go on from."""
+    """Write a checkpoint beside the last one, make it the latest, and delete the last one."""
     name = f"step-{len(losses)}"
     pipe.save(folder / name, optimizer)
     if pipe.is_last:
@@ -155,7 +156,7 @@ def _save(
 
 
 def _resumed(pipe: DistributedPipeline, optimizer: torch.optim.Optimizer, options: Training) -> list[float]:
-    """The losses until the last checkpoint, which is loaded."""
+    """Load the last checkpoint, and return the losses until it."""
     assert options.save is not None
     latest = _latest(options.save)
     if latest is None:
@@ -165,16 +166,16 @@ def _resumed(pipe: DistributedPipeline, optimizer: torch.optim.Optimizer, option
 
 
 def _restarted(options: Training) -> bool:
-    """Whether torchrun began this run again and the earlier run left a checkpoint to continue from."""
+    """Whether torchrun has restarted this run, and there is a checkpoint of it."""
     if options.save is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     latest = _latest(options.save)
-    # What another run left there is not gone on from without --resume.
+    # A checkpoint of another run is used only with --resume.
     return latest is not None and _run_id() is not None and latest.get("run") == _run_id()
 
 
 def _run_id() -> str | None:
-    """torchrun's name of this run, the same in all its lives; None where there is none."""
+    """torchrun's name of this run, the same after restarts; None if there is none."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name == "none" else name
 
@@ -188,7 +189,7 @@ def _latest(folder: Path) -> dict[str, Any] | None:
 
 
 def text_curve(losses: Sequence[float], width: int = 60, height: int = 10) -> str:
-    """The losses as a curve of characters; several steps share a column if there are many.
+    """The losses as a chart of characters; several steps share a column if there are many.
 
     >>> print(text_curve([3.0, 2.0, 1.0], width=3, height=3))
     3.000 |*
@@ -211,7 +212,7 @@ def text_curve(losses: Sequence[float], width: int = 60, height: int = 10) -> st
 
 
 def save_curve(losses: Sequence[float], path: Path) -> None:
-    """Write the losses as a picture, the steps from left to right."""
+    """Write a chart of the losses as a picture."""
     figure = new_figure(7, 3.5)
     axes = figure.subplots()
     axes.plot(range(1, len(losses) + 1), losses, color="#1565c0")

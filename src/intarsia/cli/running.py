@@ -45,13 +45,13 @@ def run(
     if outputs is not None and outputs.suffix not in (".npz", ".safetensors"):
         raise InputError(f"{outputs} is neither .npz nor .safetensors")
     if inputs is not None and size:
-        raise InputError("inputs from a file have their sizes; --size is for random ones")
+        raise InputError("--size is for random inputs; inputs from a file have sizes")
     interface = load_interface(file, imports or ())
     arguments = drawn(interface, _sizes(size or []), seed) if inputs is None else read(inputs, interface)
-    answer = interface.call(arguments)
-    lines = [summary(name, value) for name, value in answer.items()]
+    results = interface.call(arguments)
+    lines = [summary(name, value) for name, value in results.items()]
     if outputs is not None:
-        write(outputs, answer)
+        write(outputs, results)
     timing = None
     if rounds and not interface.stateful:
         flat = interface.prepared(arguments)

@@ -1,4 +1,4 @@
-"""torchrun, whose report of ranks that failed is one sentence."""
+"""torchrun with a report of one sentence for failed ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch.distributed.run import main
 
 
 def run() -> None:
-    """Run the ranks; say what the first of them said, or how it ended."""
-    logging.disable(logging.CRITICAL)  # of this process, which runs nothing of the user's
+    """Run the ranks. Print the error of the first failed rank, or its exit status."""
+    logging.disable(logging.CRITICAL)  # only torchrun logs in this process
     try:
         main()
     except ChildFailedError as error:
-        said = [text for _, failure in sorted(error.failures.items()) if (text := _sentence(failure))]
+        messages = [text for _, failure in sorted(error.failures.items()) if (text := _message(failure))]
         rank, first = error.get_first_failure()
-        print(said[0] if said else f"rank {rank} ended with exit status {first.exitcode}", file=sys.stderr)
-        raise SystemExit(2 if said else 3) from None
+        status = f"rank {rank} ended with exit status {first.exitcode}"
+        print(messages[0] if messages else status, file=sys.stderr)
+        raise SystemExit(2 if messages else 3) from None
 
 
-def _sentence(failure: ProcessFailure) -> str:
-    """What a rank recorded before it ended, without the exception's name; empty if nothing."""
+def _message(failure: ProcessFailure) -> str:
+    """The error that a rank recorded, without the name of the exception; empty if it recorded none."""
     data = failure.error_file_data
     message = data.get("message") if isinstance(data, dict) else None
     text = message.get("message", "") if isinstance(message, dict) else ""

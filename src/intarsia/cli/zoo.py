@@ -1,7 +1,7 @@
 """Real architectures with random weights, by name.
 
-Hugging Face configurations, nothing downloaded. `small` keeps every operator of an architecture in a
-fraction of its size; `full` is the size people know it by.
+The configurations are Hugging Face's; nothing is downloaded. By default, models are small, with every
+operator of the architecture. With `full`, they have the published size.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError
 
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model in evaluation mode, or an exported program, and a call to it."""
+    """A model in evaluation mode, or an exported program, and an example call."""
 
     model: Any
     args: tuple[Any, ...] = ()
@@ -30,19 +31,34 @@ class Specimen:
 
     @property
     def module(self) -> nn.Module:
-        """The model as something to call."""
+        """The model as a module; for an exported program, its module."""
         model: nn.Module = self.model.module() if isinstance(self.model, ExportedProgram) else self.model
         return model
 
     def compile(self, **options: Any) -> Any:
-        """The model, compiled for the call."""
+        """The model, compiled for the example call."""
         from intarsia.compiler import compile
 
         return compile(self.model, self.args, self.kwargs, dynamic_shapes=self.dynamic_shapes, **options)
 
-    def padded(self, rows: int) -> Specimen:
-        """The model with a batch of so many rows and a mask: a quarter of one row is padding, or every row is
-        shorter than the one before.
+    def repeated(self, times: int) -> Specimen:
+        """The model with a batch of `times` copies of its example.
+
+        >>> specimen("resnet50").repeated(3).args[0].shape
+        torch.Size([3, 3, 64, 64])
+        """
+
+        def stacked(value: object) -> object:
+            if not isinstance(value, torch.Tensor) or not value.ndim:
+                return value
+            return value.repeat(times, *[1] * (value.ndim - 1))
+
+        args, kwargs = pytree.tree_map(stacked, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs) if times > 1 else self
+
+    def padded(self, rows: int, *, varying: bool = False) -> Specimen:
+        """The model with a batch of `rows` and a mask. Every row has more padding than the one before; a
+        single row has a quarter. With `varying`, batch and length are dynamic, up to 4 times as large.
 
         >>> specimen("bert").padded(2).kwargs["attention_mask"].sum(1).tolist()
         [16, 10]
@@ -50,17 +66,27 @@ class Specimen:
         ids = self.args[0] if self.args else self.kwargs.get("input_ids")
         takes = inspect.signature(self.module.forward).parameters
         if "attention_mask" not in takes or not isinstance(ids, torch.Tensor) or ids.is_floating_point():
-            raise InputError(f"{type(self.model).__name__} takes no tokens with an attention_mask")
+            raise InputError(f"{type(self.model).__name__} does not take tokens with an attention_mask")
         length = ids.shape[1]
         lengths = length - torch.arange(rows) * (3 * length // 4) // max(rows, 2)
         lengths = lengths if rows > 1 else lengths - length // 4
         mask = (torch.arange(length) < lengths[:, None]).to(torch.long)
         ids = ids[:1].expand(rows, length).contiguous()
-        return Specimen(self.model, (ids,), {"attention_mask": mask})
+        sizes = None
+        if varying:
+            axes = {0: Dim("batch", min=1, max=4 * rows), 1: Dim("length", min=2, max=4 * length)}
+            sizes = {next(iter(takes)): axes, "attention_mask": axes}
+        return Specimen(self.model, (ids,), {"attention_mask": mask}, sizes)
+
+    def shortened(self, part: int) -> Specimen:
+        """A `padded` specimen with an example of its first tokens only: a half, a third or another part."""
+        (ids,), mask = self.args, self.kwargs["attention_mask"]
+        length = max(ids.shape[1] // part, 2)
+        return replace(self, args=(ids[:, :length],), kwargs={"attention_mask": mask[:, :length]})
 
 
 def names() -> list[str]:
-    """The architectures, in the order they are listed in."""
+    """The names of the architectures, in order."""
     return list(_MAKERS)
 
 
@@ -71,8 +97,8 @@ def specimen(name: str, *, full: bool = False) -> Specimen:
     torch.Size([2, 16])
     """
     if name not in _MAKERS:
-        raise InputError(f"there is no architecture {name!r}; known are {', '.join(_MAKERS)}")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded, and nothing is asked for
+        raise InputError(f"there is no architecture {name!r}; the architectures are {', '.join(_MAKERS)}")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations need no download
     try:
         import transformers
     except ImportError as error:
@@ -303,7 +329,7 @@ def _detr(hf: Any, full: bool) -> Specimen:
 
 
 def _lively_statistics(model: nn.Module) -> None:
-    """Running statistics as a trained model has them; fresh ones would let a wrong norm pass unseen."""
+    """Set running statistics like those of a trained model: initial ones would hide a wrong batch norm."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
             assert module.running_var is not None

@@ -57,21 +57,18 @@ from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.refit import Refit, same_cuts
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines, with_short_engines, with_unasked_engines
-from intarsia.errors import (
-    InputError,
-    PartitionError,
-)
+from intarsia.errors import InputError, PartitionError
 from intarsia.logs import LOG, log_refusals, stage
 from intarsia.lower import Lowered
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.model import lower_model
-from intarsia.memory import release_freed
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Plan, SupportTable
 from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.weights import release_memory
 
 
 def prepare(
@@ -159,12 +156,13 @@ class CompileJob:
         try:
             return self._run()
         finally:
-            release_freed()
+            release_memory(self._module)
 
     def _run(self) -> Compiled:
         captured = self.capture()
+        release_memory(None)  # what a layer unpacks of its weights, many times as large
         graph = self.lower(captured)
-        release_freed()
+        release_memory(self._module)
         cache = self.cache_entry(graph)
         earlier = cache.module(self._module, graph.lowered)
         if earlier is not None:
@@ -173,6 +171,7 @@ class CompileJob:
         if graph.fault is not None:
             return self.as_it_is(graph, graph.fault)
         support = self.support(graph)
+        release_memory(self._module)
         if support.measured is None:
             compiled = self.build(graph, support)
         else:

@@ -19,13 +19,12 @@ from intarsia.capture.protect import kept_random_state, shared_copy, undisturbed
 from intarsia.capture.run_effects import attributes_of, changing_modules
 from intarsia.capture.watch import Ended, watch_calls
 from intarsia.compare import disagreement
-from intarsia.errors import CaptureError, IntarsiaError, PartitionError, first_line
+from intarsia.errors import CaptureError, IntarsiaError, PartitionError, first_line, near_names
 from intarsia.partition.names import (
     DispatchedOps,
     check_engine_names,
     check_op_names,
     module_matcher,
-    near_names,
 )
 from intarsia.partition.options import ModuleName, PartitionOptions
 from intarsia.runtime.compiled import Compiled
@@ -144,11 +143,11 @@ def _each_part(
     order = sorted(recording.calls, key=lambda path: -_elements(modules[path]))
     parts: dict[str, P] = {}
     failures: dict[str, str] = {}
-    settled: list[str] = []
+    covered: list[str] = []
     tries = 0
     for path in order:
         module = modules[path]
-        if any(path.startswith(f"{outer}.") for outer in settled) or not _elements(module):
+        if any(path.startswith(f"{outer}.") for outer in covered) or not _elements(module):
             continue
         why = _not_a_part(path, module, recording)
         if why is None and tries >= MOST_TRIES:
@@ -157,7 +156,7 @@ def _each_part(
             tries += 1
             outcome = _for_calls(path, module, recording.calls[path], function)
             if not isinstance(outcome, str):
-                settled.append(path)
+                covered.append(path)
                 if set(outcome.plan.engines) - {"pytorch"}:  # type: ignore[attr-defined]
                     parts[path] = outcome
                     continue

@@ -18,7 +18,7 @@ from intarsia.build.judge import Judge
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
 from intarsia.convert import registry
-from intarsia.errors import RefitError
+from intarsia.errors import RefitError, some_of
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, lower
@@ -80,8 +80,7 @@ def new_state(old: Mapping[str, torch.Tensor], weights: Mapping[str, Any] | nn.M
     unknown = [name for name in state if name not in old]
     for names, what in ((missing, "lack"), (unknown, "have, unlike the model,")):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise RefitError(f"the new weights {what} {', '.join(map(str, names[:3]))}{more}")
+            raise RefitError(f"the new weights {what} {some_of(names)}")
     for name, tensor in old.items():
         new = state[name]
         if not isinstance(new, torch.Tensor):

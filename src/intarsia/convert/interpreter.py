@@ -68,7 +68,7 @@ def convert_graph(ctx: ConversionContext, module: fx.GraphModule, inputs: Sequen
             values[node] = convert_node(ctx, node, values)
         elif node.op != "output":
             raise NodeError(node, f"a node of kind {node.op} is not handled")
-    returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+    returned: Any = module.graph.output_node().args[0]
     flat = returned if isinstance(returned, list | tuple) else [returned]
     return [values[item] if isinstance(item, fx.Node) else item for item in flat]
 

@@ -1,6 +1,6 @@
-"""Plans as pictures: a page for the browser, SVG for documents, JSON for Model Explorer.
+"""Pictures of plans: a page for the browser, SVG for documents, JSON for Model Explorer.
 
-This package knows neither torch nor plans: `graph/plan_text.py` makes a `Drawing` of a plan.
+This package imports neither torch nor plans: `graph/plan_text.py` turns a plan into a `Drawing`.
 """
 
 from intarsia.drawing.drawing import Drawing as Drawing

@@ -1,4 +1,4 @@
-"""Charts by matplotlib, which is imported when a chart is asked for."""
+"""Charts by matplotlib, which is imported only for a chart."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Raise InputError for a file that no chart can be written to."""
+    """Raise InputError if no chart can be written to this file."""
     if path.suffix not in _FORMATS:
-        raise InputError(f"{path} is no picture; give a name that ends in {', '.join(_FORMATS)}")
+        raise InputError(f"{path} is not a picture; give a name that ends in {', '.join(_FORMATS)}")
     new_figure(1, 1)
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of a size in inches."""
+    """An empty figure; width and height are in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -30,7 +30,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure; the same figure makes the same file, with text as text."""
+    """Write a figure. Equal figures result in equal files; in SVG, text stays text."""
     import matplotlib
 
     check_picture(path)

@@ -1,18 +1,18 @@
-"""What every picture of a plan shows, as plain data."""
+"""The content of the pictures of a plan, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Of engines in the order they first run. Colour-blind readers can tell them apart (Okabe and Ito).
+# The colours of engines, in the order of their first segments: Okabe and Ito's, for colour-blind readers.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c00")
 PYTORCH_COLOUR = "#8a8f98"
 
 
 @dataclass(frozen=True)
 class DrawnNode:
-    """One node. `inputs` are positions in the list of nodes; an input of the model has no engine."""
+    """One node. `inputs` are positions in the list of nodes. An input of the model has no engine."""
 
     name: str
     op: str
@@ -23,7 +23,7 @@ class DrawnNode:
     segment: int = -1
     inputs: tuple[int, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
-    work: float = 1.0  # estimated; in any unit, the same for all nodes
+    work: float = 1.0  # an estimate, in the same unit for all nodes
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DrawnLayers:
 
 @dataclass(frozen=True)
 class DrawnSegment:
-    """One segment: its engine, what crosses its border, its layers."""
+    """One segment: its engine, its inputs and outputs, and its layers."""
 
     engine: str
     nodes: int
@@ -47,36 +47,36 @@ class DrawnSegment:
     bytes_in: int = 0
     bytes_out: int = 0
     alone: bool = False
-    seconds: float | None = None  # of a call, where it was measured
-    layers: DrawnLayers | None = None  # of an engine that reads layer networks
+    seconds: float | None = None  # of a call, if measured
+    layers: DrawnLayers | None = None  # if the engine reads layer networks
 
 
 @dataclass(frozen=True)
 class DrawnTrial:
-    """One plan that was measured."""
+    """One measured plan."""
 
     name: str
     seconds: float
     spread: float
     segments: int
     chosen: bool
-    last_race: bool  # the plans that were still in it at the end are compared round by round
+    last_race: bool  # whether it was in the last race, whose plans are compared round by round
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Everything that a picture shows."""
+    """The content of a picture."""
 
     heading: str
     nodes: tuple[DrawnNode, ...]
     segments: tuple[DrawnSegment, ...]
-    engine_seconds: Mapping[str, float] = field(default_factory=dict)  # measured, of a call
+    engine_seconds: Mapping[str, float] = field(default_factory=dict)  # measured seconds of a call
     timed_how: str = ""
     trials: tuple[DrawnTrial, ...] = ()
     measured_how: str = ""
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    bodies: Mapping[str, Drawing] = field(default_factory=dict)  # of control flow, by node and name
+    bodies: Mapping[str, Drawing] = field(default_factory=dict)  # bodies of control flow, by node and name
 
     @property
     def engines(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""Pictures of a plan: one HTML page, SVG for documents, and JSON that Google's Model Explorer opens.
+"""Pictures of a plan: one HTML page, SVG for documents, and JSON for Google's Model Explorer.
 
-The page needs no server, no network and no other file. The format of Model Explorer is that of
+The page needs no server, no network and no other file. The JSON has the format of
 `ai-edge-model-explorer-adapter` 0.1: graphs of nodes, each with its incoming edges.
 """
 
@@ -19,18 +19,18 @@ from intarsia.drawing.drawing import Drawing, DrawnNode, DrawnSegment
 
 
 class Pictured(ABC):
-    """Something that has a drawing, and with it every kind of picture."""
+    """The base class of objects with pictures."""
 
     @abstractmethod
     def drawing(self) -> Drawing:
-        """What pictures show, as plain data."""
+        """The content of the pictures, as plain data."""
 
     @abstractmethod
     def to_html(self) -> str:
-        """One HTML page that needs nothing else."""
+        """One self-contained HTML page."""
 
     def to_svg(self) -> str:
-        """The segments in the order they run as SVG, for documents."""
+        """The segments as SVG, in the order they run."""
         return svg(self.drawing())
 
     def to_model_explorer(self) -> str:
@@ -42,7 +42,7 @@ class Pictured(ABC):
 
 
 def page(drawing: Drawing, title: str = "Intarsia report") -> str:
-    """The page. Names, source lines and reasons are data in it, never markup.
+    """The HTML page of a drawing. Names, source lines and reasons are data in it, never markup.
 
     >>> from intarsia.drawing import Drawing, DrawnNode, DrawnSegment
     >>> drawing = Drawing("<b>", (DrawnNode("</script>", "op"),), (DrawnSegment("pytorch", 1, "op"),))
@@ -59,7 +59,7 @@ def page(drawing: Drawing, title: str = "Intarsia report") -> str:
 
 
 def framed(document: str, height: int = 720) -> str:
-    """The page for a notebook: in a frame of its own, so that neither's style or script meets the other's."""
+    """The page in an iframe, for a notebook, so that their styles and scripts do not interfere."""
     source = html.escape(document, quote=True)
     return (
         f'<iframe sandbox="allow-scripts" srcdoc="{source}"'
@@ -73,7 +73,7 @@ def _content(drawing: Drawing) -> dict[str, Any]:
 
 
 def _data(content: dict[str, Any]) -> str:
-    # A script element ends at `</script` wherever that stands, so no `<` may be in the text.
+    # A script element ends at any `</script`, also in a string, so the text must not contain `<`.
     text = json.dumps(content, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -87,7 +87,7 @@ _WIDTH, _ROW, _GAP, _MOST = 720, 46, 26, 40
 
 
 def svg(drawing: Drawing) -> str:
-    """The picture; of a plan with more than 40 segments the first and the last 20."""
+    """The SVG picture. Of more than 40 segments, it shows the first and the last 20."""
     count = len(drawing.segments)
     shown: list[int | None] = list(range(count))
     if count > _MOST:
@@ -130,7 +130,7 @@ def _arrow(size: int, top: int) -> Iterator[str]:
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes, in the unit that suits it.
+    """A number of bytes as text, in a unit of its size.
 
     >>> bytes_text(512), bytes_text(1536)
     ('512 B', '1.5 KiB')
@@ -144,7 +144,7 @@ def bytes_text(count: int) -> str:
 
 
 def model_explorer(drawing: Drawing, name: str = "intarsia") -> str:
-    """The JSON text; bodies of control flow are graphs of their own."""
+    """The JSON for Model Explorer. Bodies of control flow are separate graphs."""
     drawings = {name: drawing, **{f"{name}/{body}": inner for body, inner in drawing.bodies.items()}}
     graphs = [
         {"id": key, "nodes": [_explorer_node(number, node, each) for number, node in enumerate(each.nodes)]}

@@ -13,6 +13,9 @@ import torch
 from torch import fx
 
 from intarsia.cache.machine import package_version
+from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
+from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.ports import Ports
 from intarsia.errors import EngineError, GuardError
 
 if TYPE_CHECKING:
@@ -32,6 +35,38 @@ class GuardedProgram:
 
     otherwise: Program | None = None
     _told = False
+
+    def __init__(self, ports: Ports, checks: Checks) -> None:
+        self._names = [port.name for port in ports.inputs]
+        self._computed, self._limits = checks.computed, checks.limits
+        self._given = {
+            place: [(guard, input_check(guard)) for guard in checks.inputs[name]]
+            for place, name in enumerate(self._names)
+            if name in checks.inputs
+        }
+
+    @property
+    def guards(self) -> list[str]:
+        """The conditions under which the engine answers, as text."""
+        return [str(g) for checks in self._given.values() for g, _ in checks] + [
+            str(g) for g in self._computed
+        ]
+
+    def _broken_input(self, array_at: Callable[[int], Any], tensors: Sequence[Any]) -> str | None:
+        """The first input that a guard refuses, in a sentence; None for inputs that the engine may have."""
+        for place, checks in self._given.items():
+            for guard, holds in checks:
+                if not is_known_to_hold(guard, tensors[place]) and not holds(array_at(place)):
+                    return sentence_about([guard], self._names, tensors)
+        return None
+
+    def _broken(self, numbers: Any, tensors: Sequence[Any]) -> str | None:
+        """The same of the numbers that the engine computed for guards of other tensors."""
+        held = numbers <= self._limits
+        if held.all():
+            return None
+        broken = [guard for guard, fine in zip(self._computed, held, strict=True) if not fine]
+        return sentence_about(broken, self._names, tensors)
 
     def unguarded(self) -> Program:
         """The program without guards, for timing only."""

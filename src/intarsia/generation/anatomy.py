@@ -113,10 +113,10 @@ def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> An
         )
     source = source_of(own, max_length, max_source)
     prefix = "" if source is None else "decoder_"
-    asked = ["past_key_values", *(prefix + name for name in ("input_ids", "attention_mask"))]
-    asked += ["position_ids"] if source is None else ["encoder_outputs"]
+    required = ["past_key_values", *(prefix + name for name in ("input_ids", "attention_mask"))]
+    required += ["position_ids"] if source is None else ["encoder_outputs"]
     takes = inspect.signature(model.forward).parameters
-    if missing := [name for name in asked if name not in takes]:
+    if missing := [name for name in required if name not in takes]:
         raise InputError(f"forward of {type(model).__name__} takes no {missing[0]}")
     _check_positions(own, config, source, max_length)
     cache = new_cache(own)
@@ -127,7 +127,7 @@ def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> An
             arguments["encoder_outputs"] = (ids.new_zeros(1, source.states, source.hidden, dtype=own.dtype),)
         result = model(**arguments, use_cache=True, return_dict=True)
     if result.past_key_values is not cache:
-        raise InputError(f"{type(model).__name__} does not fill the cache it is given")
+        raise InputError(f"{type(model).__name__} does not fill the cache that is passed")
     layers = _layers(model, cache if source is None else cache.self_attention_cache)
     crossed = [] if source is None else _layers(model, cache.cross_attention_cache)
     windows: dict[str, int | None] = {}
@@ -154,8 +154,8 @@ def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> An
 
 def _layers(model: Any, cache: Any) -> list[Any]:
     """The layers that the run filled, since a cache may have as many as the encoder."""
-    known = (DynamicLayer, DynamicSlidingWindowLayer)
-    if strange := {type(layer).__name__ for layer in cache.layers if type(layer) not in known}:
+    supported = (DynamicLayer, DynamicSlidingWindowLayer)
+    if strange := {type(layer).__name__ for layer in cache.layers if type(layer) not in supported}:
         raise InputError(f"the cache of {type(model).__name__} has layers of kind {', '.join(strange)}")
     return [layer for layer in cache.layers if layer.is_initialized]
 

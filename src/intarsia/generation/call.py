@@ -56,10 +56,10 @@ def parsed(model: Any, anatomy: Anatomy, arguments: dict[str, Any]) -> Call:
     config = model.config
     last = arguments.pop("logits_to_keep", 0)
     names = {name: anatomy.named(name) for name in _OF_DECODER}
-    known = {*names.values(), *_OTHERS}
+    supported = {*names.values(), *_OTHERS}
     if anatomy.source is not None:
-        known |= {"encoder_outputs", "attention_mask"}
-    if strange := [name for name in arguments if name not in known]:
+        supported |= {"encoder_outputs", "attention_mask"}
+    if strange := [name for name in arguments if name not in supported]:
         raise InputError(f"{strange[0]} is passed, which is not supported")
     ids, mask = arguments.get(names["input_ids"]), arguments.get(names["attention_mask"])
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype != torch.long or not ids.numel():

@@ -51,7 +51,7 @@ def checked(
     most = 0.0
     if forward.encoder is not None:
         with torch.no_grad():
-            of_encoder, states = _encoded(forward, rows, generator)
+            of_encoder, states = _encoded(forward, rows)
         compiled, own = states
         most = relative_error(compiled, own, rows=rows)
         if not most <= allowed:
@@ -94,9 +94,7 @@ def _errors(
         yield end, relative_error(answer, truth, rows=len(ids))
 
 
-def _encoded(
-    forward: GeneratingForward, rows: int, generator: torch.Generator
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def _encoded(forward: GeneratingForward, rows: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """The encoder's mask, if it takes one, and its states, compiled and by the model's own forward."""
     encoder = forward.encoder
     assert encoder is not None

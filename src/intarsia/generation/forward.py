@@ -198,18 +198,18 @@ class GeneratingForward(PlacedForward):
 
     def _memory(self, call: Call, rows: int) -> _Memory:
         source, (like, like_states) = self.anatomy.source, self._examples[rows]
-        wanted = [(call.cache, self.room, like)]
+        caches = [(call.cache, self.room, like)]
         if source is not None:
             if type(call.cache) is not EncoderDecoderCache:
                 raise InputError(
                     f"the cache is a {type(call.cache).__name__}; compiled for an EncoderDecoderCache"
                 )
-            wanted = [
+            caches = [
                 (call.cache.self_attention_cache, self.room, like),
                 (call.cache.cross_attention_cache, source.states, like_states),
             ]
         memories: list[list[StoredLayer]] = []
-        for cache, room, alike in wanted:
+        for cache, room, alike in caches:
             layers = stored(cache, room, alike)
             if any(layer.room != room for layer in layers):
                 raise InputError(f"its cache was made for {layers[0].room} tokens; compiled for {room}")

@@ -36,12 +36,8 @@ class EncoderStep(nn.Module):
         return states
 
 
-class PromptStep(nn.Module):
-    """The tokens of a prompt. It returns logits, and keys and values of each layer.
-
-    The logits are those of the last token if the model takes `logits_to_keep`. With an encoder, it also takes
-    the states and their mask, and returns their keys and values after the others.
-    """
+class _DecoderStep(nn.Module):
+    """A call of the decoder, as it is in evaluation."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         super().__init__()
@@ -49,20 +45,54 @@ class PromptStep(nn.Module):
         self.model: nn.Module = model
         self.anatomy: Anatomy = anatomy
 
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        masks: Sequence[torch.Tensor],
+        cache: Cache,
+        source: Sequence[torch.Tensor] = (),
+        keeps: bool = True,
+    ) -> torch.Tensor:
+        anatomy = self.anatomy
+        arguments: dict[str, Any] = {
+            anatomy.named("input_ids"): input_ids,
+            anatomy.named("attention_mask"): _by_kind(anatomy.kinds, masks),
+        }
+        if anatomy.positioned:
+            arguments[anatomy.named("position_ids")] = position_ids
+        if anatomy.keeps and keeps:
+            arguments["logits_to_keep"] = 1
+        if source:
+            arguments["encoder_outputs"] = (source[0],)
+        if len(source) > 1:
+            arguments["attention_mask"] = source[1]
+        result = self.model(**arguments, past_key_values=cache, use_cache=True, return_dict=True)
+        logits: torch.Tensor = result.logits
+        return logits
+
+
+class PromptStep(_DecoderStep):
+    """The tokens of a prompt. It returns logits, and keys and values of each layer.
+
+    The logits are those of the last token if the model takes `logits_to_keep`. With an encoder, it also takes
+    the states and their mask, and returns their keys and values after the others.
+    """
+
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         if self.anatomy.source is None:
             cache = DynamicCache()
-            logits = _logits(self, input_ids, position_ids, rest, cache)
+            logits = self.logits(input_ids, position_ids, rest, cache)
             return logits, *_pairs(cache.layers)
         count = len(self.anatomy.kinds)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         with _prompts(self.model, self.anatomy):
-            logits = _logits(self, input_ids, position_ids, rest[:count], cache, rest[count:])
+            logits = self.logits(input_ids, position_ids, rest[:count], cache, rest[count:])
         own, crossed = cache.self_attention_cache, cache.cross_attention_cache
         return logits, *_pairs(own.layers), *_pairs(crossed.layers)
 
 
-class TokenStep(nn.Module):
+class TokenStep(_DecoderStep):
     """One token for each row. It takes masks and the cache's memory, and returns logits and the new slices.
 
     Memory and slices are one tensor of keys and one of values for each layer. If all layers have equal sizes,
@@ -74,10 +104,7 @@ class TokenStep(nn.Module):
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, in_place: bool) -> None:
-        super().__init__()
-        self.training = False  # as the model is
-        self.model: nn.Module = model
-        self.anatomy: Anatomy = anatomy
+        super().__init__(model, anatomy)
         self.in_place: bool = in_place
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
@@ -101,23 +128,17 @@ class TokenStep(nn.Module):
             crossed = zip(others[end::2], others[end + 1 :: 2], strict=True)
             cache = EncoderDecoderCache(cache, Cache(layers=[_filled(*pair) for pair in crossed]))
         with attending(self.model, TOKEN) if self.in_place else nullcontext():
-            logits = _logits(self, input_ids, position_ids, masks, cache, encoded)
+            logits = self.logits(input_ids, position_ids, masks, cache, encoded)
         slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
         return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
 
 
-class ContinuedStep(nn.Module):
+class ContinuedStep(_DecoderStep):
     """Several tokens for each row after those in a cache.
 
     It takes masks of the cache's memory, masks of the new tokens, and the memory. It returns the logits of
     all new tokens, and slices as a `TokenStep`.
     """
-
-    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
-        super().__init__()
-        self.training = False  # as the model is
-        self.model: nn.Module = model
-        self.anatomy: Anatomy = anatomy
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         count = len(self.anatomy.kinds)
@@ -129,7 +150,7 @@ class ContinuedStep(nn.Module):
         start = None if self.anatomy.positioned else position_ids[0, 0]
         layers = [_PastLayer(keys, values, start, in_place=False) for keys, values in pairs]
         with _prompts(self.model, self.anatomy):
-            logits = _logits(self, input_ids, position_ids, masks, Cache(layers=layers), keeps=False)
+            logits = self.logits(input_ids, position_ids, masks, Cache(layers=layers), keeps=False)
         slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
         return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
 
@@ -178,33 +199,6 @@ def _pairs(layers: Sequence[Any]) -> list[torch.Tensor]:
 
 def _prompts(model: Any, anatomy: Anatomy) -> AbstractContextManager[None]:
     return attending(model, PROMPT) if anatomy.mask_dtype == torch.bool else nullcontext()
-
-
-def _logits(
-    step: PromptStep | TokenStep | ContinuedStep,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    masks: Sequence[torch.Tensor],
-    cache: Cache,
-    source: Sequence[torch.Tensor] = (),
-    keeps: bool = True,
-) -> torch.Tensor:
-    anatomy = step.anatomy
-    arguments: dict[str, Any] = {
-        anatomy.named("input_ids"): input_ids,
-        anatomy.named("attention_mask"): _by_kind(anatomy.kinds, masks),
-    }
-    if anatomy.positioned:
-        arguments[anatomy.named("position_ids")] = position_ids
-    if anatomy.keeps and keeps:
-        arguments["logits_to_keep"] = 1
-    if source:
-        arguments["encoder_outputs"] = (source[0],)
-    if len(source) > 1:
-        arguments["attention_mask"] = source[1]
-    result = step.model(**arguments, past_key_values=cache, use_cache=True, return_dict=True)
-    logits: torch.Tensor = result.logits
-    return logits
 
 
 def _by_kind(

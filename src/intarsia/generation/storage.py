@@ -223,7 +223,7 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
     # A new cache has as many layers as the configuration first names, which may be the encoder's number.
     if (layers and len(layers) < len(like)) or any(layer.is_initialized for layer in layers[len(like) :]):
         raise InputError(f"the cache has {len(layers)} layers, and the model {len(like)}")
-    settled: list[StoredLayer] = []
+    stored_layers: list[StoredLayer] = []
     for place, (keys, values) in enumerate(like):
         layer = layers[place] if layers else None
         if not isinstance(layer, StoredLayer):
@@ -237,12 +237,12 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
             layer = StoredLayer(
                 _longer(keys[:, :, :0], room), _longer(values[:, :, :0], room), layer.is_sliding
             )
-        settled.append(layer)
-    lengths = {layer.length for layer in settled}
+        stored_layers.append(layer)
+    lengths = {layer.length for layer in stored_layers}
     if len(lengths) != 1:
         raise InputError(f"the layers of the cache hold different numbers of tokens, {sorted(lengths)}")
-    cache.layers = [*settled, *layers[len(like) :]]
-    return settled
+    cache.layers = [*stored_layers, *layers[len(like) :]]
+    return stored_layers
 
 
 def stack_of(layers: list[StoredLayer]) -> torch.Tensor:

@@ -255,6 +255,15 @@ def source_line(node: fx.Node, *, full: bool = False) -> str:
     return f"{path if full else PurePath(path).name}:{line}"
 
 
+def made_from(node: fx.Node) -> Iterator[Any]:
+    """The nodes that export and decomposition made a node from, as torch records them (`NodeSource`)."""
+    sources = [*node.meta.get("from_node", ())]
+    while sources:
+        source = sources.pop()
+        yield source
+        sources += source.from_node
+
+
 def origin_of(node: fx.Node) -> dict[str, str]:
     """The name, module and source line of a node, as metadata of layers."""
     origin = node.meta.get("intarsia.origin")

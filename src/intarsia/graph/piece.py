@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, near_names
 from intarsia.graph.border import Border, borders
 from intarsia.graph.line import Line
-from intarsia.graph.nodes import modules
+from intarsia.graph.nodes import made_from, modules
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment, readers_of
 from intarsia.graph.sizes import constant_value
@@ -80,7 +79,7 @@ def _piece(gm: fx.GraphModule, segment: Segment, border: Border) -> Piece:
 
 
 def _epilogue(gm: fx.GraphModule, border: Border) -> Piece | None:
-    returned = dict.fromkeys(next(node for node in gm.graph.nodes if node.op == "output").all_input_nodes)
+    returned = dict.fromkeys(gm.graph.output_node().all_input_nodes)
     outputs = tuple(node for node in border.local if node in returned)
     if not outputs:
         return None
@@ -128,8 +127,7 @@ def place_of(line: Line, cut: int | str) -> int:
     if inside:
         return inside[0]
     known = {node.name for node in line.nodes} | {path for n in line.nodes for path, _ in modules(n)}
-    near = get_close_matches(cut, sorted(known), n=3)
-    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+    hint = near_names(cut, known)
     raise PartitionError(f"cuts names {cut!r}, which is neither a node nor a module of the graph{hint}")
 
 
@@ -140,31 +138,22 @@ def places_of(line: Line, plan: Plan) -> list[int]:
     between two segments, the one where the fewest bytes cross is returned.
     """
     placed = [(node, i) for i, segment in enumerate(plan.segments) for node in segment.nodes]
-    number = {name: i for node, i in placed for name in _names_before(node)}
+    number = {source.name: i for node, i in placed for source in made_from(node)}
     number |= {node.name: i for node, i in placed}
-    known = [
+    placed_nodes = [
         (i, number[n.name]) for i, n in enumerate(line.nodes) if n.name in number and n not in line.recomputed
     ]
     places: list[int] = []
     for border in range(len(plan) - 1):
-        first = max((i for i, segment in known if segment <= border), default=-1) + 1
-        last = min((i for i, segment in known if segment > border), default=-1)
+        first = max((i for i, segment in placed_nodes if segment <= border), default=-1) + 1
+        last = min((i for i, segment in placed_nodes if segment > border), default=-1)
         between = [i for i in line.allowed if first <= i <= last]
         if not between:
             what = f"segments {border} and {border + 1} of the plan ({plan.strategy or 'by hand'})"
-            raise PartitionError(f"between {what} lies no place where this graph may be cut")
+            raise PartitionError(f"this graph may not be cut anywhere between {what}")
         places.append(min(reversed(between), key=line.crossing_bytes.__getitem__))
     line.check(places)
     return places
-
-
-def _names_before(node: fx.Node) -> Iterator[str]:
-    """The names of the nodes that a node was made from, as torch records them."""
-    sources = [*node.meta.get("from_node", ())]
-    while sources:
-        source = sources.pop()
-        yield source.name
-        sources += source.from_node
 
 
 def relayed(
@@ -179,11 +168,11 @@ def relayed(
     returns `results`. Values in `held` are not passed.
     """
     place = {node: i for i, node in enumerate(inputs[0].graph.nodes)} if inputs else {}
-    wanted = list(results)
+    gives = list(results)
     pairs: list[tuple[list[fx.Node], list[fx.Node]]] = []
     for number in reversed(range(len(pieces))):
-        needed = {*pieces[number].inputs, *wanted} - {*pieces[number].outputs, *held}
+        needed = {*pieces[number].inputs, *gives} - {*pieces[number].outputs, *held}
         takes = sorted(needed, key=place.__getitem__) if number else list(inputs)
-        pairs.append((takes, wanted))
-        wanted = takes
+        pairs.append((takes, gives))
+        gives = takes
     return pairs[::-1]

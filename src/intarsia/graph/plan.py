@@ -93,7 +93,7 @@ class Plan(Pictured):
             if is_compute(node) and node not in homes:
                 raise PartitionError(f"{whereabouts(node)} is in no segment")
         edges = borders(graph, self.segments)
-        self._verify_order(position, homes, edges)
+        self._verify_order(position, edges)
         self._verify_control_flow()
         self._verify_crossings(edges)
         return self
@@ -115,9 +115,7 @@ class Plan(Pictured):
                 homes[node] = number
         return homes
 
-    def _verify_order(
-        self, position: Mapping[fx.Node, int], homes: Mapping[fx.Node, int], edges: list[Border]
-    ) -> None:
+    def _verify_order(self, position: Mapping[fx.Node, int], edges: list[Border]) -> None:
         for number, segment in enumerate(self.segments):
             places = [position[node] for node in segment.nodes]
             if places != sorted(places):
@@ -143,10 +141,10 @@ class Plan(Pictured):
     def _verify_crossings(self, edges: list[Border]) -> None:
         for number, border in enumerate(edges):
             for value in (*border.inputs, *border.outputs):
-                held = value.meta.get("val")
-                if held is None or isinstance(held, torch.Tensor):
+                meta = value.meta.get("val")
+                if meta is None or isinstance(meta, torch.Tensor):
                     continue
-                if isinstance(held, (list, tuple)):
+                if isinstance(meta, (list, tuple)):
                     raise PartitionError(
                         f"{whereabouts(value)} is a list and crosses the border of segment {number}"
                     )

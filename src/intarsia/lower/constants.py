@@ -1,7 +1,8 @@
-"""What nodes compute of constants alone: which they are, and their values where a pass asks for them."""
+"""Nodes that depend on constants alone, and their values."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ def constants_of(module: fx.GraphModule) -> dict[fx.Node, int]:
 
 
 class Values:
-    """What nodes compute of constants, each once and as long as it is needed."""
+    """The values of nodes that depend on constants alone, computed at each access."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
 
     def of(self, node: fx.Node) -> torch.Tensor:
-        """The value of a node; the values that lead to it are dropped on the way."""
+        """The value of a node. Each value that leads to it is released after its last use."""
         chain = sorted(behind(node))
         last = {source: one for one in chain for source in one.all_input_nodes}
         values: dict[fx.Node, Any] = {}
@@ -60,7 +61,7 @@ class Values:
         return self.of(arg) if isinstance(arg, fx.Node) else torch.tensor(arg)
 
     def held(self, node: fx.Node, content: torch.Tensor) -> torch.Tensor:
-        """The same bytes where the model has them, if it holds them in this order."""
+        """A constant of the model with the same bytes, if there is one; otherwise `content`."""
         for leaf in sorted(behind(node)):
             if leaf.op != "get_attr":
                 continue
@@ -72,16 +73,16 @@ class Values:
         return content
 
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a node is given besides its first argument."""
+        """The values of a node's arguments, without the first."""
         return fx.map_arg((node.args[1:], node.kwargs), self.of)
 
 
-def behind(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it is computed of."""
+def behind(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and all nodes that it is computed from, each once."""
     seen, waiting = set[fx.Node](), [node]
     while waiting:
         one = waiting.pop()
         if one not in seen:
             seen.add(one)
+            yield one
             waiting += one.all_input_nodes
-    return seen

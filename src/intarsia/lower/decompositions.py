@@ -123,7 +123,7 @@ def register_decomposition(
     >>> unregister_decomposition(torch.ops.aten.logaddexp2.default)
     """
     if not operators:
-        raise LoweringError("a decomposition needs the operator it stands for")
+        raise LoweringError("register_decomposition needs the operator that is decomposed")
     overloads = [overload for operator in operators for overload in overloads_of(operator)]
 
     def decorate(function: Decomposition) -> Decomposition:
@@ -142,10 +142,10 @@ def register_decomposition(
 
 def unregister_decomposition(operator: Any) -> None:
     """Remove the registered decomposition of an operator."""
-    known = [overload for overload in overloads_of(operator) if overload in _registered]
-    if not known:
+    registered = [overload for overload in overloads_of(operator) if overload in _registered]
+    if not registered:
         raise LoweringError(f"no decomposition of {operator} is registered, so it cannot be removed")
-    for overload in known:
+    for overload in registered:
         del _registered[overload]
 
 

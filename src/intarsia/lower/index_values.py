@@ -1,8 +1,8 @@
 """Tensors whose elements are known functions of their index, for any size: positions, and masks of them.
 
 A tensor of integers is known if each element is `const + step0 * i0 + step1 * i1 + ...`. A tensor of booleans
-is known if an element is true where some such sums are not negative: `arange(n)[None, :] <= arange(n)[:,
-None]` is `i0 - i1 >= 0`.
+is known if an element is true where some such sums are not negative: for a column and a row of `arange(n)`,
+`row <= column` is `i0 - i1 >= 0`.
 
 This covers the masks of Hugging Face's models, including packed sequences, and holds for all sizes, which a
 sample would not show. Masks that are computed from an input are not known.

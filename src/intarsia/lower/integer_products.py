@@ -68,7 +68,7 @@ def find_integer_products(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target not in (aten._int_mm.default, LINEAR) and not _reads_dequantized(node):
             continue
-        x = node.args[0].meta["val"]  # type: ignore[union-attr]
+        x = node.args[0].meta["val"]
         # Of one column `torch._int_mm` makes any numbers (torch 2.13, x86_64).
         if x.device.type != "cpu" or x.shape[-1] == 1:
             continue

@@ -60,13 +60,13 @@ def settle(graph: fx.Graph, table: dict[Any, Any], needs_work: Callable[[fx.Node
     The changes before that one are correct on their own.
     """
     with torch.no_grad():
-        settled = all(
+        changed = all(
             _is_removed(node) or _is_out_of_place(node) or _is_expanded(node, table)
             for node in list(graph.nodes)
             if needs_work(node)
         )
     graph.lint()
-    return settled
+    return changed
 
 
 def _is_removed(node: fx.Node) -> bool:
@@ -138,7 +138,7 @@ def _is_expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
                 copy.meta = {**node.meta, "val": inner.meta.get("val"), "from_node": [source]}
                 note_replaced(copy, [target])
                 copies[inner] = copy
-    (returned,) = next(iter(reversed(traced.graph.nodes))).args
+    (returned,) = traced.graph.output_node().args
     if isinstance(returned, fx.Node):
         node.replace_all_uses_with(copies[returned])
     else:

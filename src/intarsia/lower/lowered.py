@@ -12,6 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from intarsia.errors import some_of
 from intarsia.lower.result_memory import IN_ROWS, Layouts, OutputView
 
 
@@ -91,12 +92,7 @@ def replaced_by(node: fx.Node) -> tuple[str, ...]:
     return names
 
 
-_NAMED = 3  # nodes in a note
-
-
 def note_left(module: fx.GraphModule, what: str, left: Mapping[str, Sequence[str]]) -> None:
-    """Leave a note for the user for each reason why nodes of these names stay as they are."""
+    """Add a note for the user for each reason why nodes of these names are not changed."""
     for reason, names in left.items():
-        more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
-        notes = module.meta.setdefault("left", [])
-        notes.append(f"{what}: {', '.join(names[:_NAMED])}{more}: {reason}")
+        module.meta.setdefault("left", []).append(f"{what}: {some_of(names)}: {reason}")

@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 
+from intarsia.lower.constants import Values, behind
 from intarsia.lower.index_values import All, IndexValues, Known, Never, Sum
 from intarsia.lower.purity import is_pure
 
@@ -153,35 +154,12 @@ def _computed(module: fx.GraphModule, mask: fx.Node) -> torch.Tensor | None:
     value = mask.meta.get("val")
     if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
         return None
-    order = _cone(mask)
-    if order is None or value.numel() > MOST_ELEMENTS:
-        return None
-    values: dict[fx.Node, Any] = {}
-    with torch.no_grad():
-        for node in order:
-            if node.op == "get_attr":
-                values[node] = getattr(module, str(node.target))
-            else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    value = values[mask]
-    return value if isinstance(value, torch.Tensor) else None
+    return Values(module).of(mask) if all(map(_is_small_constant, behind(mask))) else None
 
 
-def _cone(mask: fx.Node) -> list[fx.Node] | None:
-    """The nodes that a node is computed from, in order; None if one is an input or draws random numbers."""
-    cone: dict[fx.Node, None] = {}
-    waiting = [mask]
-    while waiting:
-        node = waiting.pop()
-        if node in cone:
-            continue
-        if node.op not in ("get_attr", "call_function") or not (node.op == "get_attr" or is_pure(node)):
-            return None
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and (value.is_meta or value.numel() > MOST_ELEMENTS):
-            return None
-        cone[node] = None
-        waiting += node.all_input_nodes
-    place = {node: index for index, node in enumerate(mask.graph.nodes)}
-    return sorted(cone, key=place.__getitem__)
+def _is_small_constant(node: fx.Node) -> bool:
+    """Whether a node is no input, draws no random numbers and has a small value, if its operands do."""
+    if node.op != "get_attr" and not (node.op == "call_function" and is_pure(node)):
+        return False
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or not (value.is_meta or value.numel() > MOST_ELEMENTS)

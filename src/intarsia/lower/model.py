@@ -100,7 +100,7 @@ def _lowered(
     program = capture(model, *call, dynamic_shapes)
     lowered = _taken_apart(program, model, has_converter)
     if drop_guards and isinstance(model, nn.Module):
-        least = least_asked(dynamic_shapes)
+        least = least_excluded_sizes(dynamic_shapes)
         lowered = drop_redundant_guards(lowered, model, example_inputs(lowered, *call), least)
     return lowered
 
@@ -176,21 +176,21 @@ def _ones(
     bound = bound_arguments(model, args, kwargs)
     if bound is None:
         return []
-    asked: Any = dynamic_shapes
-    if isinstance(asked, dict):
-        asked = [asked.get(name) for name in bound.arguments]  # `*args` is one of them
+    shapes: Any = dynamic_shapes
+    if isinstance(shapes, dict):
+        shapes = [shapes.get(name) for name in bound.arguments]  # `*args` is one of them
     ones: list[Place] = []
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    for value, dims in _pairs([*bound.arguments.values()], asked):
+    for value, dims in _pairs([*bound.arguments.values()], shapes):
         index = next(index for index, leaf in enumerate(leaves) if leaf is value)
         axes = dims.items() if isinstance(dims, dict) else enumerate(dims)
         ones += [(index, axis) for axis, dim in axes if _varies(dim) and value.shape[axis] == 1]
     return list(dict.fromkeys(ones))
 
 
-def _pairs(values: Sequence[Any], asked: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+def _pairs(values: Sequence[Any], shapes: Any) -> Iterator[tuple[torch.Tensor, Any]]:
     """The tensors of a call, each with the `dynamic_shapes` of its dimensions."""
-    for value, dims in zip(values, asked or (), strict=False):
+    for value, dims in zip(values, shapes or (), strict=False):
         if isinstance(value, torch.Tensor) and isinstance(dims, dict | list | tuple):
             yield value, dims
         elif isinstance(value, list | tuple) and isinstance(dims, list | tuple):
@@ -225,34 +225,34 @@ def drop_redundant_guards(
     """
     if not lowered.guards or any(output.role is not Role.USER for output in lowered.outputs):
         return lowered
-    kept: list[str] = []
+    guards: list[str] = []
     ranges = dict(lowered.range_constraints)
     for text in lowered.guards:
-        asked = _asked(text, lowered)
-        if asked is None:
+        excluded = _excluded_sizes(text, lowered)
+        if excluded is None:
             if not _is_needless(text, lowered, model, example):
-                kept.append(text)
+                guards.append(text)
             continue
-        symbol, sizes = asked[0], [size for size in asked[1] if size >= least]
+        symbol, sizes = excluded[0], [size for size in excluded[1] if size >= least]
         if not sizes:
-            kept.append(text)
+            guards.append(text)
             continue
         # From the largest size down, since an answer without elements says nothing about larger sizes.
         inputs = ((size, at_sizes(lowered, example, {symbol: size})) for size in sizes)
         tried = ((size, _answers_alike(lowered, model, like)) for size, like in inputs)
         alike = [size for size, _ in takewhile(itemgetter(1), tried)]
-        if len(alike) < len(asked[1]):
-            kept.append(text if not alike else _weaker(text, alike[-1]))
+        if len(alike) < len(excluded[1]):
+            guards.append(text if not alike else _weaker(text, alike[-1]))
         if alike and symbol in ranges and ranges[symbol].lower == sizes[0] + 1:
             # The bound comes from this guard; with a bound of the user's, there would be no guard.
             ranges[symbol] = type(ranges[symbol])(alike[-1], ranges[symbol].upper)
-    return replace(lowered, guards=tuple(kept), range_constraints=ranges)
+    return replace(lowered, guards=tuple(guards), range_constraints=ranges)
 
 
-def least_asked(dynamic_shapes: Any) -> int:
+def least_excluded_sizes(dynamic_shapes: Any) -> int:
     """The smallest size that the user gave for any dimension; 0 if there is none.
 
-    >>> least_asked(({0: torch.export.Dim("n", min=1, max=8)},)), least_asked(None)
+    >>> least_excluded_sizes(({0: torch.export.Dim("n", min=1, max=8)},)), least_excluded_sizes(None)
     (1, 0)
     """
     dims = [dim for dim in pytree.tree_leaves(dynamic_shapes) if dim is not None and not isinstance(dim, int)]
@@ -310,7 +310,7 @@ def _is_needless(text: str, lowered: Lowered, model: nn.Module, example: Sequenc
     )
 
 
-def _asked(text: str, lowered: Lowered) -> tuple[sympy.Symbol, list[int]] | None:
+def _excluded_sizes(text: str, lowered: Lowered) -> tuple[sympy.Symbol, list[int]] | None:
     """The symbol of a guard on one size, and the sizes that it excludes, the largest first."""
     match = _ONE_SIZE.fullmatch(text)
     if match is None:

@@ -1,9 +1,9 @@
 """Products whose weights are computed from integers alone: the weights stay in few bits.
 
-A quantized model unpacks its integers, subtracts zero points and multiplies by scales at every call, each
-library in its own way. As all of that is constant, it is computed here, one weight at a time, and laid out
-again. What the new layout stands for must equal what the model computes in every bit; else the model's
-operators stay as they are, with a note that says why.
+A quantized model unpacks its integers, subtracts zero points and multiplies by scales at every call, and each
+library does so in its own way. All of this is constant, so it is computed here, one weight at a time, and
+packed in one layout. The packed weight must equal the model's in every bit; otherwise the model's operators
+stay, and a note says why.
 
     integers ─ shifts ─ masks ─ order ─┐
                      zero points ─ sub ┴─ mul ─ moves ─ linear          quantized_linear
@@ -30,10 +30,10 @@ from intarsia.quantized import EMBEDDING, LINEAR, dequantized
 aten = torch.ops.aten
 
 _BLOCKS = (256, 128, 64, 32, 16)  # columns; scales of smaller groups would take as much memory as integers
-_SHORT_BLOCK = 64  # of fewer columns, a row that has one scale is not divided
-_AT_A_TIME = 1 << 20  # numbers that are compared at a time
-_FEWEST_BITS = 2  # of a weight; fewer bytes of integers in a weight's constants are places, not the weight
-# Products and lookups: where the weight stands, and whether its rows are the columns of the product's result.
+_SHORT_BLOCK = 64  # columns; a row with one scale is not divided into smaller blocks
+_AT_A_TIME = 1 << 20  # numbers that are compared at once
+_FEWEST_BITS = 2  # of a weight; constants with fewer bytes of integers are indices, not the weight
+# Products and lookups: the place of the weight, and whether its rows are the columns of the product's result.
 _READERS: dict[Any, tuple[int, bool]] = {
     aten.linear.default: (1, False),
     aten.mm.default: (1, True),
@@ -41,7 +41,7 @@ _READERS: dict[Any, tuple[int, bool]] = {
     aten.addmm.default: (2, True),
     aten.embedding.default: (0, False),
 }
-# What moves numbers of its first argument, be they scales or integers.
+# Operators that only move elements of their first argument.
 _MOVES = frozenset(
     {
         aten.t.default,
@@ -67,7 +67,7 @@ _CASTS = frozenset({aten._to_copy.default, aten.to.dtype})
 
 
 class _Unpackable(Exception):
-    """Why a weight is left as the model computes it."""
+    """Why a weight is not packed."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class _Packed:
     scale: torch.Tensor
     zero: torch.Tensor | None
     bits: int
-    order: torch.Tensor | None  # of the columns, if groups are not of neighbours
+    order: torch.Tensor | None  # of the columns, if those of a group are not consecutive
 
 
 def pack_weights(module: fx.GraphModule) -> None:
-    """Let products and embeddings read their quantized weights in the bits that they have."""
+    """Make products and embeddings read packed weights where the model dequantizes them."""
     constants = constants_of(module)
     packed: dict[tuple[fx.Node, bool], _Packed] = {}
     left: dict[str, list[str]] = {}
@@ -95,7 +95,7 @@ def pack_weights(module: fx.GraphModule) -> None:
         try:
             if (source, turned) not in packed:
                 packed[source, turned] = _attached(module, name, _packed(module, source, turned))
-                release_freed()  # of 12 layers of 11 million weights, 500 MB of matrices stayed
+                release_freed()  # without it, 12 layers of 11 million weights kept 500 MB of matrices
             _replace(module, node, packed[source, turned], name)
         except _Unpackable as reason:
             left.setdefault(str(reason), []).append(node.name)
@@ -103,7 +103,7 @@ def pack_weights(module: fx.GraphModule) -> None:
 
 
 def _reads_activation(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
-    """Whether a product multiplies what a call brings by a matrix made of about as many integers."""
+    """Whether a product multiplies a value of the call by a matrix that is computed from enough integers."""
     place, _ = _READERS[node.target]
     weight = node.args[place].meta["val"]  # type: ignore[union-attr]
     operand: Any = node.args[1 - place] if node.target is not aten.addmm.default else node.args[1]
@@ -116,14 +116,15 @@ def _reads_activation(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
     value = operand.meta.get("val")
     if node.target is aten.matmul.default and isinstance(value, torch.Tensor) and value.ndim < 2:
         return False
-    # On a GPU, compilers have products of their own for what libraries write there; this is not tried there.
+    # On a GPU, compilers have products of their own for the operators of quantization libraries.
     return isinstance(value, torch.Tensor) and {value.device.type, weight.device.type} == {"cpu"}
 
 
 def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
-    """A weight in few bits, compared with what the model computes.
+    """A packed weight, compared with the model's.
 
-    Of the matrices on the way as few as can be are there at a time: each may be eight times the result.
+    As few matrices as possible are in memory at a time, since each may have eight times the size of the
+    result.
     """
     values = Values(module)
     origin, moves = _origin(weight)
@@ -146,7 +147,7 @@ def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
 
 
 def _stands_for(packed: _Packed, dense: torch.Tensor) -> bool:
-    """Whether it is the same weight, bit for bit."""
+    """Whether a packed weight equals the model's, bit for bit."""
     size = max(1, _AT_A_TIME // dense.shape[1])
     for row in range(0, len(dense), size):
         rows = slice(row, row + size)
@@ -159,7 +160,7 @@ def _stands_for(packed: _Packed, dense: torch.Tensor) -> bool:
 
 
 def _origin(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The product of integers and scales that makes a weight, and the nodes that move its numbers then."""
+    """The product of integers and scales that computes a weight, and the nodes that move its elements."""
     node, moves = weight, list[fx.Node]()
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
         if node.target in _MOVES:
@@ -185,7 +186,7 @@ def _moved(values: Values, moves: Sequence[fx.Node], tensor: torch.Tensor) -> to
 def _factors(
     values: Values, origin: fx.Node, float8: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The integers less their zero points, or the floats of 8 bits, and the scales."""
+    """The integers minus their zero points, or the floats of 8 bits, and the scales."""
     whole_of = _whole if float8 is None else partial(_short, dtype=float8)
     if origin.op == "get_attr" or origin.target in _CASTS:
         numbers = values.of(origin)
@@ -197,7 +198,7 @@ def _factors(
     if origin.target is not aten.mul.Tensor:
         raise _Unpackable(f"it ends in {origin.target}, not in a product of integers and scales")
     dtype = origin.meta["val"].dtype
-    sides: Any = sorted(origin.args, key=lambda arg: -_numel(arg))  # scales may be whole numbers, too
+    sides: Any = sorted(origin.args, key=lambda arg: -_numel(arg))  # scales may be integers, too
     for integers, scale in (sides, sides[::-1]):
         if (whole := whole_of(values.factor(integers))) is not None:
             return whole, values.factor(scale).to(dtype)
@@ -209,7 +210,7 @@ def _numel(arg: Any) -> int:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Numbers as short integers, if they are whole."""
+    """Numbers as int16 if all are integers; otherwise None."""
     result = tensor.to(torch.int16)
     flat, short = tensor.flatten(), result.flatten()
     parts = (slice(at, at + _AT_A_TIME) for at in range(0, len(flat), _AT_A_TIME))
@@ -250,20 +251,20 @@ def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
             numbers = (integers.reshape(*zero.shape, block) + zero.unsqueeze(2)).to(torch.uint8)
             weight = numbers[..., ::2] | numbers[..., 1::2] << 4 if bits == 4 else numbers
             zeros = None if bool((zero == 2 ** (bits - 1)).all()) else zero.to(torch.uint8).contiguous()
-            # In rows: what is computed of a transposed matrix is laid out as that is, and would be copied.
+            # Contiguous: a result of a transposed matrix is transposed, too, and engines would copy it.
             return _Packed(weight.contiguous(), scale[:, ::block].contiguous(), zeros, bits, order)
     raise _Unpackable("the integers of a group need more than 8 bits")
 
 
 def _blocks(size: int, columns: int) -> list[int]:
-    """Sizes of blocks within a group of so many columns, the largest first: zero points may be of less."""
+    """Sizes of blocks in a group of columns, the largest first: zero points may need smaller ones."""
     blocks = [block for block in _BLOCKS if size % block == 0]
     is_row = size == columns and (not blocks or blocks[0] < _SHORT_BLOCK)
     return [columns, *blocks] if is_row else blocks
 
 
 def _zeros(integers: torch.Tensor, group: int, bits: int) -> torch.Tensor | None:
-    """A zero point for each group that makes its numbers unsigned; None if the bits do not hold them."""
+    """A zero point for each group that makes its numbers unsigned; None if they need more bits."""
     grouped = integers.reshape(len(integers), -1, group)
     low, high = grouped.amin(2), grouped.amax(2)
     middle, most = 2 ** (bits - 1), 2**bits - 1
@@ -274,14 +275,14 @@ def _zeros(integers: torch.Tensor, group: int, bits: int) -> torch.Tensor | None
 
 
 def _group_size(scale: torch.Tensor) -> int:
-    """The largest number of columns such that all columns of each group of so many have the same scales."""
+    """The largest size of groups of consecutive columns in which all columns have the same scales."""
     differs = (scale[:, 1:] != scale[:, :-1]).any(0).nonzero().flatten() + 1
     return math.gcd(scale.shape[1], *differs.tolist())
 
 
 def _order_of_groups(scale: torch.Tensor) -> torch.Tensor:
-    """An order of the columns in which those with the same scales are neighbours (GPTQ's `desc_act`)."""
-    # Sums of integers wrap, and so are the same in whatever order they are added up.
+    """An order of the columns in which those with the same scales are consecutive (GPTQ's `desc_act`)."""
+    # Sums of integers wrap, so they do not depend on the order of addition.
     bits = scale.contiguous().view(torch.int32 if scale.itemsize == 4 else torch.int16).long()
     factors = torch.arange(1, 2 * len(bits), 2, device=bits.device) * 0x9E3779B97F4A7C1
     sums = (bits * factors[:, None]).sum(0)

@@ -166,7 +166,7 @@ def _reads_a_value(node: fx.Node) -> bool:
 @lowering_pass
 def remove_identities(module: fx.GraphModule) -> None:
     """Remove detach, alias, dropout in evaluation, casts to the same dtype, and copies."""
-    output = next(iter(reversed(module.graph.nodes)))
+    output = module.graph.output_node()
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not _is_identity(node):
             continue

@@ -7,6 +7,7 @@ answer. So torch's own operators are known, and others count as pure only if the
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ _PURE = frozenset({"aten", "prims", "quantized_decomposed", "intarsia"})  # name
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument of an operator by its name in the schema, with defaults."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    results: dict[str, Any] = {}
-    for place, argument in enumerate(node.target._schema.arguments):
-        default = argument.default_value if argument.has_default_value() else None
-        source = node.args[place] if place < len(node.args) else default
-        results[argument.name] = node.kwargs.get(argument.name, source)
-    return results
+    return bound_arguments(node.target, node.args, node.kwargs)
+
+
+def bound_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a call that is no node."""
+    declared = op._schema.arguments
+    bound = {a.name: a.default_value if a.has_default_value() else None for a in declared}
+    return bound | dict(zip(bound, args, strict=False)) | dict(kwargs)
 
 
 def is_pure_operator(target: torch._ops.OpOverload) -> bool:

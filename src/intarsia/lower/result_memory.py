@@ -178,7 +178,7 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
 
 def returned_by(program: ExportedProgram) -> list[Any]:
     """The user's results: nodes and plain values."""
-    output = next(node for node in program.graph.nodes if node.op == "output")
+    output = program.graph.output_node()
     pairs = zip(program.graph_signature.output_specs, output.args[0], strict=True)
     return [item for spec, item in pairs if spec.kind is OutputKind.USER_OUTPUT]
 

@@ -36,14 +36,14 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
     if names not in _composites_of:
         _composites_of.clear()
         _composites_of[names] = frozenset(composites())
-    known = _composites_of[names]
-    rules: dict[Any, Any] = dict.fromkeys(known - table.keys(), whole)
-    rules |= {op: table[op] for op in known & table.keys() if not _is_own_kernel(op, table[op])}
+    composite = _composites_of[names]
+    rules: dict[Any, Any] = dict.fromkeys(composite - table.keys(), whole)
+    rules |= {op: table[op] for op in composite & table.keys() if not _is_own_kernel(op, table[op])}
     with torch.no_grad(), kept_open(), _without_gradients(program):
         retraced: ExportedProgram = decompose(
             program,
             cia_to_decomp=rules,
-            python_decomp_table={op: rule for op, rule in table.items() if op not in known},
+            python_decomp_table={op: rule for op, rule in table.items() if op not in composite},
             joint_loss_index=None,
             decompose_custom_triton_ops=False,
         )

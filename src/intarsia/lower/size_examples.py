@@ -132,10 +132,10 @@ def _towards(size: int, goal: int, step: int) -> int:
 
 
 def _untried(ends: dict[sympy.Symbol, int], sizes: dict[sympy.Symbol, int], lowered: Lowered) -> str:
-    asked = ", ".join(map(str, ends.values()))
+    intended = ", ".join(map(str, ends.values()))
     tried = ", ".join(map(str, sizes.values()))
     need = _bytes_at(lowered, ends) / (1 << 30)
-    return f"verified at sizes up to {tried}, not {asked}, where the values would take {need:.3g} GiB"
+    return f"verified at sizes up to {tried}, not {intended}, where the values would take {need:.3g} GiB"
 
 
 def at_sizes(lowered: Lowered, example: Sequence[Any], sizes: dict[sympy.Symbol, int]) -> list[Any]:

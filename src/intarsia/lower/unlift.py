@@ -108,7 +108,7 @@ def _attach(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> str:
 def _outputs(
     program: ExportedProgram, graph: fx.Graph, copied: dict[fx.Node, fx.Node]
 ) -> tuple[GraphOutput, ...]:
-    output = next(node for node in program.graph.nodes if node.op == "output")
+    output = program.graph.output_node()
     outputs: list[GraphOutput] = []
     returned: list[Any] = []
     user_inputs = set(_input_names(program))

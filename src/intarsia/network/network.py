@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -284,8 +285,7 @@ class Network(EditableGraph):
         """The network as a Graphviz drawing, written to `path` if one is given."""
         text = dot_text(self.graph)
         if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
+            Path(path).write_text(text, encoding="utf-8")
         return text
 
     def to_onnx(self, path: str | os.PathLike[str] | None = None) -> Any:

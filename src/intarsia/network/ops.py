@@ -26,8 +26,8 @@ class Op:
     operands: int = 0
     """It computes each element from this many inputs at the same position; 0: it is not elementwise. Further
     inputs (the bounds of Clip) apply to all elements."""
-    monotone: bool = False
-    """A larger element never gives a smaller result."""
+    compares: bool = False
+    """It says of two elements which is larger, or whether they are equal."""
     commutative: bool = False
     """Its two operands can be exchanged."""
     range: Range | None = None
@@ -72,45 +72,45 @@ OPS: dict[str, Op] = {
     # One operand, element by element.
     "Abs": Op(operands=1),
     "Acos": Op(operands=1, range=(0.0, pi)),
-    "Acosh": Op(operands=1, monotone=True),
-    "Asin": Op(operands=1, monotone=True, range=(-pi / 2, pi / 2)),
-    "Asinh": Op(operands=1, monotone=True),
-    "Atan": Op(operands=1, monotone=True, range=(-pi / 2, pi / 2)),
-    "Atanh": Op(operands=1, monotone=True),
+    "Acosh": Op(operands=1),
+    "Asin": Op(operands=1, range=(-pi / 2, pi / 2)),
+    "Asinh": Op(operands=1),
+    "Atan": Op(operands=1, range=(-pi / 2, pi / 2)),
+    "Atanh": Op(operands=1),
     "BitwiseNot": Op(operands=1),
     "Cast": Op(operands=1, may_be_identity=True),
-    "Ceil": Op(operands=1, monotone=True),
-    "Celu": Op(operands=1, monotone=True),
-    "Clip": Op(operands=1, monotone=True),
+    "Ceil": Op(operands=1),
+    "Celu": Op(operands=1),
+    "Clip": Op(operands=1),
     "Cos": Op(operands=1, range=_SIGNED_UNIT),
     "Cosh": Op(operands=1),
-    "Elu": Op(operands=1, monotone=True),
-    "Erf": Op(operands=1, monotone=True, range=_SIGNED_UNIT),
-    "Exp": Op(operands=1, monotone=True),
-    "Floor": Op(operands=1, monotone=True),
+    "Elu": Op(operands=1),
+    "Erf": Op(operands=1, range=_SIGNED_UNIT),
+    "Exp": Op(operands=1),
+    "Floor": Op(operands=1),
     "Gelu": Op(operands=1),
-    "HardSigmoid": Op(operands=1, monotone=True, range=_UNIT),
+    "HardSigmoid": Op(operands=1, range=_UNIT),
     "HardSwish": Op(operands=1),
     "IsInf": Op(operands=1, range=_UNIT),
     "IsNaN": Op(operands=1, range=_UNIT),
-    "LeakyRelu": Op(operands=1, monotone=True),
-    "Log": Op(operands=1, monotone=True),
+    "LeakyRelu": Op(operands=1),
+    "Log": Op(operands=1),
     "Mish": Op(operands=1),
     "Neg": Op(operands=1),
     "Not": Op(operands=1, range=_UNIT),
     "Reciprocal": Op(operands=1),
-    "Relu": Op(operands=1, monotone=True),
-    "Round": Op(operands=1, monotone=True),
-    "Selu": Op(operands=1, monotone=True),
-    "Sigmoid": Op(operands=1, monotone=True, range=_UNIT),
-    "Sign": Op(operands=1, monotone=True, range=_SIGNED_UNIT),
+    "Relu": Op(operands=1),
+    "Round": Op(operands=1),
+    "Selu": Op(operands=1),
+    "Sigmoid": Op(operands=1, range=_UNIT),
+    "Sign": Op(operands=1, range=_SIGNED_UNIT),
     "Sin": Op(operands=1, range=_SIGNED_UNIT),
-    "Sinh": Op(operands=1, monotone=True),
-    "Softplus": Op(operands=1, monotone=True),
-    "Softsign": Op(operands=1, monotone=True, range=_SIGNED_UNIT),
-    "Sqrt": Op(operands=1, monotone=True),
+    "Sinh": Op(operands=1),
+    "Softplus": Op(operands=1),
+    "Softsign": Op(operands=1, range=_SIGNED_UNIT),
+    "Sqrt": Op(operands=1),
     "Tan": Op(operands=1),
-    "Tanh": Op(operands=1, monotone=True, range=_SIGNED_UNIT),
+    "Tanh": Op(operands=1, range=_SIGNED_UNIT),
     # Two operands, element by element.
     "Add": Op(operands=2, commutative=True),
     "And": Op(operands=2, commutative=True, range=_UNIT),
@@ -119,11 +119,11 @@ OPS: dict[str, Op] = {
     "BitwiseOr": Op(operands=2, commutative=True),
     "BitwiseXor": Op(operands=2, commutative=True),
     "Div": Op(operands=2),
-    "Equal": Op(operands=2, commutative=True, range=_UNIT),
-    "Greater": Op(operands=2, range=_UNIT),
-    "GreaterOrEqual": Op(operands=2, range=_UNIT),
-    "Less": Op(operands=2, range=_UNIT),
-    "LessOrEqual": Op(operands=2, range=_UNIT),
+    "Equal": Op(operands=2, compares=True, commutative=True, range=_UNIT),
+    "Greater": Op(operands=2, compares=True, range=_UNIT),
+    "GreaterOrEqual": Op(operands=2, compares=True, range=_UNIT),
+    "Less": Op(operands=2, compares=True, range=_UNIT),
+    "LessOrEqual": Op(operands=2, compares=True, range=_UNIT),
     "Max": Op(operands=2, commutative=True),
     "Min": Op(operands=2, commutative=True),
     "Mod": Op(operands=2),
@@ -167,6 +167,7 @@ MAY_BE_IDENTITY = _names((name, op.may_be_identity) for name, op in OPS.items())
 UNARY = _names((name, op.operands == 1) for name, op in OPS.items())
 BINARY = _names((name, op.operands == 2) for name, op in OPS.items())
 COMMUTATIVE = _names((name, op.commutative) for name, op in OPS.items())
+COMPARES = _names((name, op.compares) for name, op in OPS.items())
 COUNTS = _names((name, op.counts) for name, op in OPS.items())
 MULTIPLIES_WEIGHTS = _names((name, op.multiplies_weights) for name, op in OPS.items())
 NORMALIZES = _names((name, op.normalizes) for name, op in OPS.items())

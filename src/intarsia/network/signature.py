@@ -152,8 +152,6 @@ class FLayerInfo:
         for old, new in zip(olds, news, strict=True):
             net.replace_all_uses(old, new)
 
-    replace_output_uses_with = replace_outputs_uses_with
-
 
 # Functionals of one layer without attributes, by operator and number of operands. The layer itself says what
 # the call was, so nothing is recorded.

@@ -113,7 +113,7 @@ def agree(table: SupportTable, groups: Sequence[Sequence[fx.Node]]) -> SupportTa
         reasons: dict[str, str] = {}
         for node in group:
             for engine, reason in table.refusals.get(node, {}).items():
-                reasons.setdefault(engine, f"kept with {op_name(node)} ({reason})")
+                reasons.setdefault(engine, f"it stays with {op_name(node)} ({reason})")
         if reasons:
             refused.update((node, reasons) for node in group)
     return table.with_refusals(refused) if refused else table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from intarsia.errors import PartitionError, UnknownNameError
-from intarsia.graph.nodes import compute_nodes, is_view_op, modules, op_name
+from intarsia.errors import PartitionError, UnknownNameError, near_names
+from intarsia.graph.nodes import compute_nodes, is_view_op, made_from, modules, op_name
 from intarsia.graph.sizes import size_hint
 from intarsia.lower.lowered import replaced_by
 from intarsia.partition.options import PartitionOptions
@@ -73,13 +72,7 @@ def op_names(node: fx.Node) -> list[str]:
 
 def _origins(node: fx.Node) -> list[str]:
     """The operators that a node was decomposed or exported from."""
-    names: dict[str, None] = {}
-    waiting = list(node.meta.get("from_node", ()))
-    while waiting:
-        source = waiting.pop()
-        waiting += source.from_node
-        if source.target.count(".") == 2:
-            names[source.target] = None
+    names = {source.target: None for source in made_from(node) if source.target.count(".") == 2}
     if node.meta.get("original_aten") is not None:
         names[str(node.meta["original_aten"])] = None
     return list(dict.fromkeys([*names, *replaced_by(node)]))
@@ -191,7 +184,8 @@ def check_op_names(
         if not any(map(name_matcher(plain), besides)):
             full_names = [*besides, *(full for node in nodes for full in op_names(node))]
             known = {part for full in full_names for part in _shorter(full)}
-            message = f"{option} names {name!r}, which no node is{near_names(str(name), known)}"
+            hint = near_names(str(name).removeprefix("torch.ops."), known)
+            message = f"{option} names {name!r}, which no node is{hint}"
             raise UnknownNameError(message, option, name)
 
 
@@ -233,9 +227,3 @@ def _ops_named(options: PartitionOptions) -> Iterator[tuple[str, Any]]:
 def _shorter(full: str) -> tuple[str, ...]:
     packet = ".".join(full.split(".")[:2])
     return (packet.replace(".", "::", 1), full.split(".")[1] if "." in full else full)
-
-
-def near_names(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'a', 'b'`, or nothing."""
-    near = get_close_matches(name.removeprefix("torch.ops."), sorted(known), n=3, cutoff=0.5)
-    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""

@@ -81,9 +81,8 @@ def fewest(problem: Problem) -> Runs:
     if len(colours) <= 2 and all(colour >= 0 for colour in colours):
         return alternate(problem)
     candidates = [first_fit(problem), in_order(problem)]
-    heights = _heights(problem.colours, problem.before, _after(problem))
-    for weigh_all in (True, False):
-        candidates.append(_fill(problem, heights, weigh_all=weigh_all))
+    heights = _heights(problem.colours, _after(problem))
+    candidates += [_fill(problem, heights, weigh_all=weigh_all) for weigh_all in (True, False)]
     candidates.append(_backwards(problem))
     return _tighten(problem, min(candidates, key=len))
 
@@ -126,9 +125,7 @@ def _after(problem: Problem) -> list[list[int]]:
     return after
 
 
-def _heights(
-    colours: Sequence[int], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
-) -> list[int]:
+def _heights(colours: Sequence[int], after: Sequence[Sequence[int]]) -> list[int]:
     """How many colour changes at least follow each unit, plus one."""
     heights = [1] * len(colours)
     for unit in range(len(colours) - 1, -1, -1):
@@ -189,7 +186,7 @@ def _backwards(problem: Problem) -> Runs:
         [problem.colours[last - unit] for unit in range(last + 1)],
         [[last - later for later in after[last - unit]] for unit in range(last + 1)],
     )
-    heights = _heights(turned.colours, turned.before, _after(turned))
+    heights = _heights(turned.colours, _after(turned))
     runs = _fill(turned, heights, weigh_all=True)
     return [sorted(last - unit for unit in run) for run in reversed(runs)]
 

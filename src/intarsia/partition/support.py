@@ -63,8 +63,8 @@ def support_table(
         of_engine = {node: signature for node, signature in signatures.items() if _may_take(engine, node)}
         _ask_together(engine, of_engine, constants, limit_s, lost)
     for node in nodes:
-        asked = [engine for engine in askable if engine.name not in lost]
-        reasons = _refusals_of(node, signatures.get(node), constants, asked, limit_s, lost)
+        remaining = [engine for engine in askable if engine.name not in lost]
+        reasons = _refusals_of(node, signatures.get(node), constants, remaining, limit_s, lost)
         if reasons:
             refusals[node] = reasons
     for engine in of_networks:

@@ -1,4 +1,4 @@
-"""What one stage, or one node of a graph, costs: seconds of each pass and bytes held."""
+"""The cost of a stage, or of a node of a graph: seconds of each pass, and bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds for the forward pass, for the gradient of the inputs and of the weights; bytes kept and owned.
+    """Seconds for the forward pass and for the gradients of inputs and of weights; bytes of memory.
 
     >>> Cost(1.0, 2.0, 1.0) + Cost(0.5, 0.0, 0.0, saved=8)
     Cost(forward=1.5, backward_input=2.0, backward_weight=1.0, saved=8, weights=0, apart=0.0)
@@ -19,7 +19,7 @@ class Cost:
     backward_weight: float = 0.0
     saved: int = 0  # bytes one micro-batch keeps from its forward to its backward pass
     weights: int = 0  # bytes of parameters and buffers
-    apart: float = 0.0  # seconds more where the gradients of inputs and of weights are computed apart
+    apart: float = 0.0  # extra seconds if the gradients of inputs and of weights are computed separately
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -32,9 +32,9 @@ class Cost:
         )
 
     def first(self) -> Cost:
-        """As the first stage of a pipeline: nobody asks it for a gradient of inputs.
+        """The cost as the first stage of a pipeline, whose inputs need no gradient.
 
-        A schedule that lets weights wait leaves all of its backward pass for later, in one part.
+        All of its backward pass counts as the gradient of the weights, which some schedules run later.
 
         >>> Cost(1.0, 2.0, 1.0, apart=0.5).first().backward_weight
         3.0

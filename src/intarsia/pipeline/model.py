@@ -1,4 +1,4 @@
-"""A model cut into stages, with the ways to run it: in one process, over several, on the engines."""
+"""A model cut into stages, and the ways to run it: in one process, over several processes, on the engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Stages(StageSequence):
-    """What `split` gives: the stages of one model, called as the model is called."""
+    """The stages of one model, as `split` returns them. Call them like the model."""
 
     def gpipe(self, chunks: int = 1, **options: Any) -> nn.Module:
         """Run the stages in one process, with a worker for each stage and `chunks` micro-batches.
@@ -41,7 +41,7 @@ class Stages(StageSequence):
         `deferred_batch_norm`, `checkpoint`, `scaler`, `target_axis`, `device`, `group`, `mesh`,
         `tensor_plan`, `seed`, `weights`.
         """
-        # Not every build of torch has torch.distributed; cutting a model works without.
+        # Some builds of torch have no torch.distributed; cutting a model works without it.
         from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 
         return DistributedPipeline(self, schedule, n_microbatches, **options)
@@ -60,8 +60,8 @@ class Stages(StageSequence):
 
         The names and shapes of the whole model are compared with the files' headers first. Stages that were
         cut on the meta device get memory on `device`; with `only` (numbers of stages) the others stay there.
-        See `Weights` for `buffers`, `rename` and `strict`. Over several processes give
-        `distributed(..., weights=path)` instead: each rank loads the stages that the schedule gives it.
+        See `Weights` for `buffers`, `rename` and `strict`. Over several processes, use
+        `distributed(..., weights=path)` instead: each rank then loads only its own stages.
         """
         load_stages(self, Weights(path, buffers or {}, rename, strict), only, device)
         return self
@@ -77,5 +77,5 @@ class Stages(StageSequence):
         if self.training:
             raise PartitionError("the stages were cut in training mode; split the model after model.eval()")
         stages = Stages(compile_stages(self, args, kwargs, options), self.signature, self.report, ())
-        stages.tied = ()  # frozen, so there is nothing to keep equal
+        stages.tied = ()  # compiled weights are frozen, so tied weights stay equal
         return stages

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from intarsia.pipeline.distributed.options import DistributedKeywords
     from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 
-_LAYERS = 1024  # the most layers a line is merged into
+_MAX_LAYERS = 1024  # longer lines of nodes are merged into this many layers
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,9 @@ class PipelinePlan:
     """The chosen layout, the other candidates, and the stages for the layout."""
 
     choice: Candidate
-    candidates: tuple[
-        Candidate, ...
-    ]  # fastest first: all for a number of devices, the best in turn on a cluster
-    refused: int  # how many of all do not fit the memory, where all were tried
+    # Fastest first. With `devices`: all layouts that fit; with `cluster`: those that were the best so far.
+    candidates: tuple[Candidate, ...]
+    refused: int  # with `devices`: how many layouts do not fit the memory
     cluster: Cluster
     stages: Stages
     measured: float | None = None  # seconds of a real step, where one was run
@@ -78,7 +77,7 @@ class PipelinePlan:
         return self.stages.distributed(layout.schedule, layout.microbatches, **options)
 
     def gpipe(self, **options: Any) -> nn.Module:
-        """The plan in one process, with a worker for each stage. Only the GPipe schedule runs there."""
+        """A module that runs the plan in one process, with a worker for each stage; only for GPipe plans."""
         if self.choice.schedule != "GPipe":
             raise PartitionError(f"schedule={self.choice.schedule!r} needs several processes; GPipe does not")
         checkpoint = "always" if self.choice.checkpoint else "never"
@@ -112,16 +111,17 @@ def plan_pipeline(
     latency: float = 20e-6,
     slack: float = 0.02,
 ) -> PipelinePlan:
-    """The fastest predicted way to train `model` on batches like `args` over `devices` devices.
+    """The plan that is predicted to train `model` fastest, on batches like `args` over `devices` devices.
 
     Costs are measured on this machine, at each micro-batch size. `memory` is the bytes of a device, for
-    weights, gradients, two moments of the optimizer, and what waits for backward. `bandwidth` (bytes a
-    second) and `latency` (seconds) describe the links. Among cuts within `slack` of the best balance, those
-    with the fewest bytes across are taken.
+    weights, gradients, two moments of the optimizer, and saved activations. `bandwidth` (bytes per second)
+    and `latency` (seconds) describe the links. Among the cuts within `slack` of the best balance, the plan
+    takes those that the fewest bytes cross.
 
-    `cluster`, a description or its JSON file, replaces `devices`. The numbers of stages and replicas are then
-    chosen too, for steps of `batch` samples in all (by default, those of the example). Costs are measured at
-    two sizes and interpolated linearly. Under torchrun, `agree` makes rank 0 measure and plan for all ranks.
+    `cluster`, a description or its JSON file, replaces `devices`. The plan then also chooses the numbers of
+    stages and replicas, for steps of `batch` samples in all (by default, those of the example). Costs are
+    measured at two sizes and interpolated linearly. Under torchrun, `agree` makes rank 0 measure and plan for
+    all ranks.
 
     >>> model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     >>> plan = plan_pipeline(model, (torch.randn(8, 16),), devices=2, schedules=["1F1B"], microbatches=[2])
@@ -161,7 +161,7 @@ def plan_pipeline(
 def measure(
     plan: PipelinePlan, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, repeats: int = 3
 ) -> PipelinePlan:
-    """The plan with a measured step next to its prediction: the fastest of `repeats`.
+    """The plan with a measured time next to its prediction: the fastest step of `repeats`.
 
     In one process, the workers run all forward passes and then all backward passes, so only a GPipe plan can
     be measured. Measure other plans under torchrun.
@@ -175,16 +175,16 @@ def measure(
     for _ in range(repeats + 1):
         pipe.zero_grad()
         begin = time.perf_counter()
-        answer = pytree.tree_leaves(pipe(*args, **(kwargs or {})))
-        roots = [a for a in answer if isinstance(a, torch.Tensor) and a.requires_grad]
-        torch.autograd.backward(roots, [torch.ones_like(r) for r in roots])
+        outputs = pytree.tree_leaves(pipe(*args, **(kwargs or {})))
+        roots = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
         seconds.append(time.perf_counter() - begin)
     return replace(plan, measured=min(seconds[1:]))
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What the search found, in places of the graph."""
+    """The result of a search. Its cuts are places of the graph."""
 
     candidates: tuple[Candidate, ...]
     refused: int
@@ -194,15 +194,15 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Layers:
-    """A model as a line of layers: where they may be cut, and what they cost."""
+    """A model as a line of layers: their costs, and the places where it may be cut."""
 
     line: LayerLine
     places: tuple[int, ...]  # of the graph, between layers
-    prices: tuple[float, ...]  # of a cut there
+    prices: tuple[float, ...]  # of a cut at each place
     costs: tuple[Cost, ...]  # by node, at the example's batch
 
     def choice(self, candidates: Sequence[Candidate], refused: int = 0) -> _Choice:
-        """The first candidate's cuts, in places of the graph."""
+        """The choice of the first candidate."""
         cuts = tuple(self.places[c - 1] for c in candidates[0].cuts)
         return _Choice(tuple(candidates), refused, cuts, self.costs)
 
@@ -236,7 +236,7 @@ def _on_devices(
     memory: int | None,
     slack: float,
 ) -> _Choice:
-    """All layouts on so many ranks are simulated: there are few, and a user likes to see them."""
+    """Simulates all layouts for this number of devices: they are few, and the plan lists them."""
     batch = _samples(captured, tensors)
     least, most = _range(captured, batch)
     usual = [m for m in (1, 2, 4, 8, 16, 32) if m <= 4 * cluster.devices]
@@ -268,13 +268,13 @@ def _on_devices(
 
 
 def _samples(captured: Trace, tensors: Sequence[Tensor]) -> int:
-    """How many samples the example has."""
+    """The number of samples in the example."""
     axes = map(captured.signature.axis, captured.signature.tensors)
     return next((t.shape[a] for t, a in zip(tensors, axes, strict=True) if a is not None), 1)
 
 
 def _range(captured: Trace, example: int) -> tuple[int, int]:
-    """The fewest and the most samples of a micro-batch; a batch that the capture fixed has one size."""
+    """The least and the most samples of a micro-batch; both are `example` if the graph has a fixed batch."""
     least, most = captured.signature.ranges.get(str(captured.signature.batch), (example, example))
     return max(1, least), most
 
@@ -282,7 +282,7 @@ def _range(captured: Trace, example: int) -> tuple[int, int]:
 def _layers(
     captured: Trace, tensors: Sequence[Tensor], sizes: Sequence[int], schedules: Sequence[str]
 ) -> _Layers:
-    """The model's costs at some sizes of micro-batch, by layer."""
+    """The layers of the model, with costs measured at each micro-batch size in `sizes`."""
     axes = [captured.signature.axis(s) for s in captured.signature.tensors]
     source = cost_source(captured)
     apart = any(SCHEDULES[name].splits_backward for name in schedules)
@@ -293,9 +293,9 @@ def _layers(
     costs, example = runs[-1][1], _samples(captured, tensors)
     prices = crossing_prices(captured)
     sums = list(accumulate((c.seconds for c in costs), initial=0.0))
-    places = cheapest_places(captured.line.allowed, sums, prices, _LAYERS)
+    places = cheapest_places(captured.line.allowed, sums, prices, _MAX_LAYERS)
     layers = [(size, merge(measured, places)) for size, measured in runs]
-    # These were read from the graph, at the example's batch.
+    # Bytes are read from the graph, which has the example's batch.
     crossing = [captured.line.crossing_bytes[p] / example for p in places]
     saved = [c.saved / example for c in layers[-1][1]]
     line = LayerLine.of(layers, [*crossing, 0.0], saved)

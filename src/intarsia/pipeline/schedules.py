@@ -4,7 +4,7 @@ A schedule is a generator of slots for one rank. With 3 ranks and 4 micro-batche
 (`F` forward, `B` backward, `I` and `W` the gradients of inputs and of weights):
 
     GPipe        F0 F1 F2 F3 -  -  -  -  B0 B1 B2 B3     all forward, then all backward
-    1F1B         F0 F1 F2 B0 F3 B1 B2 B3                 a backward as soon as one can run: less memory
+    1F1B         F0 F1 F2 B0 F3 B1 B2 B3                 each backward as soon as it can run: less memory
     interleaved  F0 F1 F2 f0 f1 f2 ...                   each rank holds several stages: smaller bubbles
     zero bubble  F0 F1 F2 I0 F3 I1 W0 I2 W1 ...          weight gradients fill the bubbles
 
@@ -66,7 +66,7 @@ class Slot(NamedTuple):
 
 
 Order = Callable[[int, int, int, int], Iterator[Slot]]
-"""The slots of one rank, from its number, the ranks, the micro-batches and the stages a rank."""
+"""(rank, ranks, micro-batches, stages per rank) -> the slots of the rank."""
 OrderOf = TypeVar("OrderOf", bound=Order)
 
 
@@ -74,23 +74,23 @@ OrderOf = TypeVar("OrderOf", bound=Order)
 class Definition:
     """A schedule by name: the order of its slots, and what it needs.
 
-    Stage `s` runs on rank `s % ranks`, or where the stages are folded on rank r run stages r and 2n - 1 - r.
+    Stage `s` runs on rank `s % ranks`. If the schedule is folded, rank r of n holds stages r and 2n - 1 - r.
     """
 
     name: str
-    order: Order | None  # None for a schedule that torch runs and nobody here simulates
+    order: Order | None  # None: torch can run the schedule, but it cannot be simulated
     per_rank: int = 1  # stages of a rank, unless a call says otherwise
     interleaved: bool = False  # whether a rank may hold several stages
     folded: bool = False
     splits_backward: bool = False  # whether INPUT and WEIGHT take the place of BACKWARD
-    divides: bool = False  # whether the micro-batches must divide by the ranks
-    # The class of torch.distributed.pipelining that runs in this order. Without one, torch's runtime is given
-    # the order. Torch's classes are public and its runtime is not, so they are preferred where there is one.
+    divides: bool = False  # whether the number of micro-batches must be a multiple of the ranks
+    # The class of torch.distributed.pipelining that runs in this order. Without one, torch's runtime gets the
+    # order. A class is preferred: torch's classes are public, and its runtime is not.
     torch: str = ""
-    limit: Callable[[int, int], str | None] | None = None  # why it cannot run on ranks with micro-batches
+    limit: Callable[[int, int], str | None] | None = None  # (ranks, micro-batches) -> why it cannot run
 
     def refusal(self, ranks: int, microbatches: int) -> str | None:
-        """Why the schedule cannot be run so; None where it can."""
+        """Why the schedule cannot run with these numbers, or None."""
         return None if self.limit is None else self.limit(ranks, microbatches)
 
     def rank_of(self, stage: int, ranks: int) -> int:
@@ -106,9 +106,9 @@ def define_schedule(name: str, **needs: Any) -> Callable[[OrderOf], OrderOf]:
     """Register a generator under a name; `needs` are the fields of `Definition`."""
 
     def register(order: OrderOf) -> OrderOf:
-        known = SCHEDULES.get(name)
-        if known is not None and known.order is not order:
-            raise PartitionError(f"schedule={name!r} is defined already, by {known.order}")
+        existing = SCHEDULES.get(name)
+        if existing is not None and existing.order is not order:
+            raise PartitionError(f"schedule={name!r} is defined already, by {existing.order}")
         SCHEDULES[name] = Definition(name, order, **needs)
         return order
 
@@ -116,24 +116,26 @@ def define_schedule(name: str, **needs: Any) -> Callable[[OrderOf], OrderOf]:
 
 
 def find_schedule(name: str) -> Definition | None:
-    """The definition of a name; None where it may be one that torch alone knows."""
+    """The definition with this name, or None; torch may still have a schedule of the name."""
     return SCHEDULES.get(name) or TORCH_ONLY.get(name)
 
 
 def needs_its_stages(name: str, per_rank: int = 1) -> Callable[[int, int], str | None]:
-    """Torch's class begins with as many micro-batches as there are stages."""
+    """A limit for torch's classes that start with one micro-batch per stage."""
 
     def limit(ranks: int, microbatches: int) -> str | None:
         stages = per_rank * ranks
         if microbatches >= stages:
             return None
-        return f"{name} needs a micro-batch a stage: microbatches={microbatches} is less than {stages} stages"
+        return (
+            f"{name} needs a micro-batch per stage: microbatches={microbatches} is less than {stages} stages"
+        )
 
     return limit
 
 
 def needs_equal_rounds(name: str) -> Callable[[int, int], str | None]:
-    """Torch's class runs in rounds of about as many micro-batches as there are ranks."""
+    """A limit for torch's classes that run in equal rounds of about one micro-batch per rank."""
 
     def limit(ranks: int, microbatches: int) -> str | None:
         rounds = max(1, microbatches // ranks)
@@ -161,7 +163,7 @@ def gpipe(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterat
 
 @define_schedule("1F1B", torch="Schedule1F1B", limit=needs_its_stages("1F1B"))
 def one_f_one_b(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Slot]:
-    """One forward, one backward: no rank holds more micro-batches than there are stages after it.
+    """One forward, one backward: a rank holds at most one micro-batch more than there are ranks after it.
 
     >>> print(*one_f_one_b(0, 2, 3))
     0F0 0F1 0B0 0F2 0B1 0B2
@@ -185,7 +187,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> 
     limit=needs_equal_rounds("Interleaved1F1B"),
 )
 def interleaved(rank: int, ranks: int, microbatches: int, per_rank: int = 2) -> Iterator[Slot]:
-    """1F1B with several stages a rank: stage `s` runs on rank `s % ranks`.
+    """1F1B with several stages per rank: stage `s` runs on rank `s % ranks`.
 
     >>> print(*interleaved(1, 2, 2))
     1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
@@ -193,7 +195,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, per_rank: int = 2) -> 
     total = microbatches * per_rank
 
     def slot(action: Action, i: int) -> Slot:
-        # Micro-batches go round in groups of `ranks`: each group through every stage of the rank.
+        # Micro-batches run in groups of `ranks`: each group passes through every stage of the rank.
         group, inside = divmod(i, ranks * per_rank)
         turn, offset = divmod(inside, ranks)
         stage = turn if action is FORWARD else per_rank - 1 - turn
@@ -216,7 +218,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, per_rank: int = 2) -> 
     limit=needs_equal_rounds("ZeroBubble"),
 )
 def zero_bubble(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Slot]:
-    """1F1B whose weight gradients wait, on rank r for r micro-batches, and fill the bubble at the end.
+    """1F1B whose weight gradients run later, on rank r after r micro-batches, and fill the bubble at the end.
 
     >>> print(*zero_bubble(1, 2, 2))
     1F0 1I0 1F1 1I1 1W0 1W1
@@ -250,7 +252,7 @@ TORCH_ONLY = {
         ),
     )
 }
-"""Schedules of torch that run, and that nobody here has written down as a generator."""
+"""Schedules that torch can run, and that have no generator here."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ class Schedule:
 
     @cached_property
     def table(self) -> SlotTable:
-        """The same as arrays."""
+        """The slots as arrays."""
         return SlotTable.of(self.ranks, self.stages)
 
     def __str__(self) -> str:
@@ -273,9 +275,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class SlotTable:
-    """The slots of all ranks one after the other, as arrays: what the simulation works with."""
+    """The slots of all ranks one after the other, as arrays, for the simulation."""
 
-    begins: Whole  # where each rank's slots begin, and the end
+    begins: Whole  # the first index of each rank's slots, and the number of all slots
     stages: Whole
     actions: Whole
     microbatches: Whole
@@ -283,15 +285,15 @@ class SlotTable:
 
     @staticmethod
     def of(ranks: Any, count: int) -> SlotTable:
-        """The table of slots that are given rank by rank."""
-        # Numbers one after the other: numpy reads them twice as fast as tuples.
+        """The table of the slots in `ranks`."""
+        # numpy reads a flat iterator twice as fast as tuples.
         rows = [np.fromiter(chain.from_iterable(slots), np.int64).reshape(-1, 3) for slots in ranks]
         begins = np.cumsum([0, *map(len, rows)])
         stages, actions, microbatches = np.concatenate(rows).T
         return SlotTable(begins, stages.copy(), actions.copy(), microbatches.copy(), count)
 
     def check(self, name: str, microbatches: int) -> None:
-        """Refuse an order in which a pass is missing, runs twice, or runs before what it needs."""
+        """Raise PartitionError if a pass is missing, runs twice, or runs too early."""
         keys, places = self.stages * microbatches + self.microbatches, np.arange(len(self.stages))
         when = np.full((3, self.count * microbatches), -1)
         for row, actions in enumerate(((FORWARD,), (BACKWARD, INPUT), (WEIGHT, BACKWARD))):
@@ -299,22 +301,22 @@ class SlotTable:
             count = np.bincount(keys[chosen], minlength=when.shape[1])
             if len(count) != when.shape[1] or (count != 1).any():
                 stage, microbatch = divmod(int(np.argmax(count != 1)), microbatches)
-                what = ("forward pass", "backward pass", "gradient of the weights")[row]
+                kind = ("forward pass", "backward pass", "gradient of the weights")[row]
                 times = count[stage * microbatches + microbatch]
                 raise PartitionError(
-                    f"{name} runs the {what} of stage {stage} on micro-batch {microbatch} {times} times"
+                    f"{name} runs the {kind} of stage {stage} on micro-batch {microbatch} {times} times"
                 )
             when[row, keys[chosen]] = places[chosen]
         late = (when[0] >= when[1]) | (when[1] > when[2])
         if late.any():
             stage, microbatch = divmod(int(late.argmax()), microbatches)
             raise PartitionError(
-                f"{name} runs stage {stage} on micro-batch {microbatch} backward before what that needs"
+                f"{name} runs stage {stage} on micro-batch {microbatch} before a pass that it depends on"
             )
 
     @cached_property
     def held(self) -> tuple[Whole, Whole]:
-        """By stage, the most micro-batches held at once, and the most while one goes back.
+        """For each stage, the most micro-batches held at once, and the most held during a backward pass.
 
         A micro-batch is held from its forward pass to the end of its last gradient.
         """
@@ -322,14 +324,14 @@ class SlotTable:
         stages, actions = self.stages[order], self.actions[order]
         taken = (actions == FORWARD).astype(np.int64)
         freed = ((actions == BACKWARD) | (actions == WEIGHT)).astype(np.int64)
-        held = np.cumsum(taken - freed) + freed  # each stage ends with none
+        held = np.cumsum(taken - freed) + freed  # the sums of a stage end at 0
         begins = np.searchsorted(stages, np.arange(self.count))
         back = np.where((actions == BACKWARD) | (actions == INPUT), held, 0)
         return np.maximum.reduceat(held, begins), np.maximum.reduceat(back, begins)
 
 
 def schedule(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> Schedule:
-    """The schedule of a name, for so many ranks, micro-batches and stages per rank.
+    """The schedule with this name, for these numbers of ranks, micro-batches and stages per rank.
 
     >>> print(schedule("1F1B", 2, 2))
     rank 0: 0F0 0F1 0B0 0B1
@@ -349,12 +351,12 @@ def schedule(name: str, ranks: int, microbatches: int, per_rank: int | None = No
 
 
 def slot_table(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> SlotTable:
-    """The slots of a schedule as arrays, without an object for each; the last few are remembered."""
+    """The slots of a schedule as arrays, without an object for each slot. The last few tables are cached."""
     definition, each = _checked(name, ranks, microbatches, per_rank)
     return _slot_table(definition, ranks, microbatches, each)
 
 
-@lru_cache(maxsize=8)  # of a thousand ranks and as many micro-batches one takes 40 MB
+@lru_cache(maxsize=8)  # a table for 1,000 ranks and 1,000 micro-batches takes 40 MB
 def _slot_table(definition: Definition, ranks: int, microbatches: int, per_rank: int) -> SlotTable:
     assert definition.order is not None
     slots = (definition.order(r, ranks, microbatches, per_rank) for r in range(ranks))
@@ -366,15 +368,16 @@ def _slot_table(definition: Definition, ranks: int, microbatches: int, per_rank:
 def _checked(name: str, ranks: int, microbatches: int, per_rank: int | None) -> tuple[Definition, int]:
     definition = SCHEDULES.get(name)
     if definition is None:
-        known = "one that torch runs alone" if name in TORCH_ONLY else f"none of {', '.join(SCHEDULES)}"
-        raise PartitionError(f"schedule={name!r} is {known}")
+        if name in TORCH_ONLY:
+            raise PartitionError(f"schedule={name!r} cannot be simulated; torch can run it")
+        raise PartitionError(f"schedule={name!r} is none of {', '.join(SCHEDULES)}")
     if ranks < 1 or microbatches < 1:
         raise PartitionError(f"ranks={ranks} and microbatches={microbatches} must be 1 or more")
     each = definition.per_rank if per_rank is None else per_rank
     if definition.divides and microbatches % ranks:
         raise PartitionError(f"microbatches={microbatches} must divide by ranks={ranks} in {name}")
     if each != 1 and not definition.interleaved and each != definition.per_rank:
-        raise PartitionError(f"per_rank={each}: {name} gives a rank {definition.per_rank} stage")
+        raise PartitionError(f"per_rank={each}: the stages per rank of {name} are {definition.per_rank}")
     if each < 1:
         raise PartitionError(f"per_rank={each} must be 1 or more")
     return definition, each

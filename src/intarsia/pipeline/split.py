@@ -33,7 +33,7 @@ from intarsia.pipeline.stages.tree import split_tree
 By = Literal["time", "memory"]
 Choice = TypeVar("Choice")
 
-# A weight stands in memory with its gradient and an optimizer's two moments.
+# In training, memory holds each weight with its gradient and the optimizer's two moments.
 WEIGHT_COPIES = 4
 
 
@@ -60,7 +60,7 @@ def split(
 ) -> Stages:
     """Cut a model into balanced stages, by its graph, or along its modules if it cannot be exported.
 
-    Among the cuts within `slack` of the best balance, those with the fewest bytes across are taken. Tied
+    Among the cuts within `slack` of the best balance, `split` takes those that the fewest bytes cross. Tied
     weights stay in one stage if possible. A model on the meta device is cut without memory for its weights:
     each kind of node is measured alone, and `Stages.load` reads the weights.
 
@@ -69,8 +69,8 @@ def split(
         args: an example of its arguments by position.
         kwargs: an example of its arguments by name.
         stages: the number of stages; 4 by default.
-        by: `"time"` balances measured seconds forward and backward. `"memory"` balances weights and what
-            backward keeps.
+        by: `"time"` balances the measured seconds of both passes. `"memory"` balances the bytes of weights
+            and saved activations.
         cuts: your own cuts: numbers of nodes, names of nodes, or names of modules that a stage begins with
             (`"encoder.layer.6"`), or a `Plan` of this model whose segments become the stages.
         speeds: relative speeds of unequal devices.
@@ -107,8 +107,8 @@ def split(
         raise PartitionError(f"in_flight={in_flight} must be 1 or more")
     if in_flight > 1 and by != "memory" and memory is None:
         raise PartitionError(
-            f"in_flight={in_flight} has no effect: it counts micro-batches that wait for backward, where"
-            " by='memory' or memory= is given"
+            f"in_flight={in_flight} has no effect without by='memory' or memory=: it counts the micro-batches"
+            " whose activations are in memory"
         )
     if stages is not None and (not isinstance(stages, int) or isinstance(stages, bool)):
         raise PartitionError(f"stages={stages!r} must be a whole number")
@@ -127,7 +127,7 @@ def split(
         return choose_cuts(
             [c.seconds for c in costs] if by == "time" else footprint,
             prices,
-            _enough(line, count),
+            _allowed_places(line, count),
             count,
             slack=slack,
             speeds=speeds,
@@ -198,25 +198,24 @@ def _node_costs(
     costs: Literal["measured", "analytic"] | DeviceSpeed,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[list[Cost], str]:
-    """The cost of each node, and where it is from; CaptureError where nodes cannot run one by one.
+    """The cost of each node, and the source of the costs. Raises CaptureError if a node cannot run alone.
 
-    A node whose length depends on data (`x[x > 0]`) has no size to be counted, and one that autograd has no
-    formula for (`unique`) no backward pass of its own, though the model has.
+    For example, the size of `x[x > 0]` depends on data, and `unique` has no backward formula.
     """
     try:
         if by == "memory":
             return memory_costs(captured), ""
-        origin = cost_source(captured, costs)
+        source = cost_source(captured, costs)
         tensors = captured.signature.flatten(args, kwargs)
-        return profile(captured, tensors, progress=progress, source=origin), str(origin)
+        return profile(captured, tensors, progress=progress, source=source), str(source)
     except IntarsiaError:
         raise
-    except Exception as error:  # of torch, for any operator
+    except Exception as error:  # torch raises many types, depending on the operator
         raise CaptureError(f"its nodes cannot be measured one by one: {error_text(error)}") from error
 
 
 def _count(stages: int | None, cuts: Sequence[int | str] | Plan | None) -> int:
-    """How many stages are asked for; a number and cuts that disagree are an error."""
+    """The number of stages. Raises PartitionError if `stages` and `cuts` disagree."""
     if cuts is None:
         count = 4 if stages is None else stages
     else:
@@ -237,14 +236,14 @@ def make_stages(
     source: str = "",
     buffer_values: Mapping[str, torch.Tensor] | None = None,
 ) -> Stages:
-    """The stages of a model whose cuts are known."""
+    """The stages of a model that is cut at `places`."""
     parts = build_stages(captured, places)
     report = _report(captured, places, costs, parts, by, source)
     return Stages(parts, captured.signature, report, list(model.state_dict()), buffer_values)
 
 
 def crossing_prices(captured: Trace) -> list[float]:
-    """What a cut costs at each place: the bytes that cross, and the tied weights it would separate."""
+    """The price of a cut at each place: the bytes that cross it, and the tied weights that it separates."""
     prices = [float(b) for b in captured.line.crossing_bytes]
     spans: dict[int, tuple[int, int, int]] = {}
     for i, node in enumerate(captured.line.nodes):
@@ -259,19 +258,19 @@ def crossing_prices(captured: Trace) -> list[float]:
     return prices
 
 
-def _enough(line: Line, stages: int) -> Sequence[int]:
-    """The places where the graph may be cut; if there are too few, an error with the reasons."""
+def _allowed_places(line: Line, stages: int) -> Sequence[int]:
+    """The places where the graph may be cut. Raises PartitionError, with the reason, if they are too few."""
     if len(line.allowed) < stages - 1 and line.closed:
-        why = next(iter(Counter(line.closed.values()).most_common(1)))[0]
+        reason = Counter(line.closed.values()).most_common(1)[0][0]
         raise PartitionError(
-            f"stages={stages} needs {stages - 1} cuts; the graph allows {len(line.allowed)}: {why},"
+            f"stages={stages} needs {stages - 1} cuts; the graph allows {len(line.allowed)}: {reason},"
             " and a cut may not separate a value from an in-place change of it"
         )
     return line.allowed
 
 
 def rank_zero(choose: Callable[[], Choice]) -> Choice:
-    """What rank 0 chooses, or the reason why it cannot, on every rank."""
+    """The choice of rank 0, on every rank; if rank 0 raises PartitionError, every rank does."""
     if not dist.is_initialized():
         raise PartitionError("agree=True needs torch.distributed.init_process_group first")
     shared: list[Any] = [None, None]
@@ -316,6 +315,6 @@ def _report(
         source,
         captured.changed_buffers(),
         captured.checkpointed,
-        next((part.unheeded for part in parts if part.unheeded), ""),
+        next((part.not_recomputed for part in parts if part.not_recomputed), ""),
         captured.signature.mixes,
     )

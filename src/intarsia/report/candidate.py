@@ -1,4 +1,4 @@
-"""What is compared with a model: any callable, or a file that another runtime loads."""
+"""The candidates that are compared with a model: any callable, or a file of another runtime."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Values = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that claims to compute what a model does.
+    """A callable that should compute the same as a model.
 
-    `call` takes the model's arguments. What a file computes is `flat`: its tensors, without the structure of
-    the model's results. `inside` gives every value that a file computes on the way, by name.
+    `call` takes the model's arguments. A file is `flat`: it returns tensors without the structure of the
+    model's results. `inside` returns every inner value of a file, by name.
     """
 
     name: str
@@ -35,25 +35,25 @@ class Candidate:
 
     @property
     def compiled(self) -> Compiled | None:
-        """The candidate as a module of this package, whose segments can be run alone."""
+        """The candidate, if it is a module that Intarsia compiled; its segments can run alone."""
         return self.call if isinstance(self.call, Compiled) else None
 
     @property
     def recompile(self) -> Callable[[nn.Module], Callable[..., Any]] | None:
-        """For a module of torch.compile, what compiles another module the same way."""
-        # `dynamo_ctx` is private (torch 2.11 to 2.13); without it only the results are compared.
+        """For a module of torch.compile, a function that compiles another module in the same way."""
+        # `dynamo_ctx` is private (torch 2.11 to 2.13); without it, only the results are compared.
         context = getattr(self.call, "dynamo_ctx", None)
         return context if callable(context) and hasattr(self.call, "_orig_mod") else None
 
     @property
     def source(self) -> nn.Module | None:
-        """The module that the candidate calls: itself, or the one inside a module of torch.compile."""
+        """The module that the candidate calls: itself, or the module inside a module of torch.compile."""
         source = getattr(self.call, "_orig_mod", self.call)  # private (torch 2.11 to 2.13)
         return source if isinstance(source, nn.Module) else None
 
 
 def candidate_of(candidate: Any, model: nn.Module) -> Candidate:
-    """The candidate that a user gives: a callable, or the path of an engine's, a `.pt2` or a saved file."""
+    """The candidate for a callable, or for the path of an engine's file, a `.pt2` file or a saved file."""
     if isinstance(candidate, str | os.PathLike):
         return _from_file(Path(candidate), model)
     if not callable(candidate):
@@ -98,8 +98,8 @@ def _flat(path: Path, file: RuntimeFile, model: nn.Module) -> Candidate:
 
 
 def _named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
-    """The tensors of a call by the names of arguments; what is nested has a name like `pair.0`."""
-    bound = bound_arguments(model, args, kwargs)  # None for an exported module, say
+    """The tensors of a call by the names of arguments. Nested values have names like `pair.0`."""
+    bound = bound_arguments(model, args, kwargs)  # None, for example, for an exported module
     by_place = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
     leaves, _ = pytree.tree_flatten_with_path(by_place if bound is None else dict(bound.arguments))
     return {
@@ -110,7 +110,7 @@ def _named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _by_name(file: str, names: Sequence[str], values: Values) -> Values:
-    """The inputs of a file: those of the same names, or as many in the same order."""
+    """The inputs of a file, matched by name, or by order if their number is the same."""
     if set(names) <= set(values):
         return {name: values[name] for name in names}
     if len(names) == len(values):

@@ -1,4 +1,4 @@
-"""`intarsia.check`: whether a candidate computes what a model does, and if not, where it first differs."""
+"""`intarsia.check`: whether a candidate computes the same as a model, and where it first differs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.protect import keeps_random_state
 from intarsia.compare import disagreement, relative_error
 from intarsia.convert import registry
-from intarsia.errors import InputError, IntarsiaError, error_text, first_line
+from intarsia.errors import InputError, IntarsiaError, error_text, first_line, some_of
 from intarsia.logs import counted, working
 from intarsia.lower.lowered import Lowered, example_inputs
 from intarsia.lower.model import lower_model
@@ -31,7 +31,7 @@ from intarsia.report.first_difference import FirstDifference, first_difference
 
 @dataclass(frozen=True)
 class Comparison:
-    """One call of model and candidate: how the answers differ, or None, and the largest error."""
+    """One call of model and candidate: how the outputs differ, or None, and the largest error."""
 
     inputs: str
     fault: str | None
@@ -50,7 +50,7 @@ class CheckReport:
 
     @property
     def equal(self) -> bool:
-        """Whether every answer agrees to rounding, or within the given tolerance."""
+        """Whether all outputs agree to rounding, or within the given tolerance."""
         return all(comparison.fault is None for comparison in self.comparisons)
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,15 +82,15 @@ def check(
     edges: bool = True,
     reproduction: str | os.PathLike[str] | None = None,
 ) -> CheckReport:
-    """Compare a candidate with the model that it claims to compute.
+    """Compare a candidate with the model that it should compute.
 
     The candidate is a callable, such as a module of `torch.compile`, or the path of an ONNX file, an OpenVINO
     model, a `.pt2` file or a file of `intarsia.save`. Without a candidate, the model is compiled, and the
-    compiled module is checked. Model and candidate run on the example, on `draws` inputs drawn like it and at
-    the ends of sizes that vary. With `edges`, they also run at edge values such as zeros, an infinity and
-    NaN. Answers may differ by rounding, or by `tolerance` as a share of the largest value.
+    compiled module is checked. Model and candidate run on the example, on `draws` random inputs like it, and
+    at the ends of dynamic sizes. With `edges`, they also run at edge values such as zeros, an infinity and
+    NaN. Outputs may differ by rounding, or by `tolerance`, relative to the largest value.
 
-    If an answer differs, the report names the first node whose value differs, with its source line. This
+    If an output differs, the report names the first node whose value differs, with its source line. This
     needs a candidate whose inner values can be read. The node and its inputs are written to the file
     `reproduction`, as a program of `torch.export`.
 
@@ -102,7 +102,7 @@ def check(
         >>> print(intarsia.check(model, (x,), lambda x: model(x) + 0.1, draws=0, edges=False))
         <lambda> differs from the model
           the example: output 0 is off by 0.1 at ...
-        note: the first node that differs is unknown: a plain function shows its results alone
+        note: the first node that differs is unknown: a plain function shows only its results
     """
     check_call(args, kwargs)
     if tolerance is not None and not tolerance > 0:
@@ -119,7 +119,7 @@ def check(
 
 @dataclass(frozen=True)
 class _Check:
-    """The model, the candidate, and how their answers to a call are compared."""
+    """A comparison of a model and a candidate."""
 
     judge: Judge
     call: Call
@@ -167,18 +167,17 @@ class _Check:
         return replace(report, notes=tuple(notes))
 
     def _other_weights(self) -> list[str]:
-        """A note if the candidate was compiled with other weights than the model has."""
+        """A note if the candidate was compiled with other weights than the model's."""
         compiled = self.candidate.compiled
-        theirs = {} if compiled is None else compiled.state_dict()
-        ours = self.judge.model.state_dict()
-        pairs = [(name, weight, ours[name]) for name, weight in theirs.items() if name in ours]
+        candidate = {} if compiled is None else compiled.state_dict()
+        model = self.judge.model.state_dict()
+        pairs = [(name, weight, model[name]) for name, weight in candidate.items() if name in model]
         names = [name for name, a, b in pairs if a.shape != b.shape or not torch.equal(a, b.to(a))]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return [f"it was compiled with other weights: {', '.join(names[:3])}{more}"] if names else []
+        return [f"it was compiled with other weights: {some_of(names)}"] if names else []
 
     @cached_property
     def lowered(self) -> tuple[Lowered | None, str]:
-        """The model's graph, for an estimate of rounding; or the reason why there is none."""
+        """The model's graph, for an estimate of rounding, or None and the reason."""
         try:
             lowered, _ = lower_model(
                 self.judge.model,
@@ -206,7 +205,7 @@ class _Check:
     def _compare(self, name: str, call: Call, lowered: Lowered | None, notes: list[str]) -> Comparison | None:
         try:
             truth = self.judge.answer(call)
-        except Exception as error:  # inputs of our own making, which the model need not take
+        except Exception as error:  # the model may not take generated inputs
             notes.append(f"not compared on {name}, where the model fails: {type(error).__name__}")
             return None
         try:
@@ -215,25 +214,25 @@ class _Check:
             return Comparison(name, f"fails where the model does not: {error_text(error)}", 0.0)
         leaves = _like(truth, answer) if self.candidate.flat else answer.leaves
         if len(leaves) != len(truth.leaves):
-            return Comparison(name, f"it gives {len(leaves)} results; the model {len(truth.leaves)}", 0.0)
+            return Comparison(name, f"it returns {len(leaves)} results; the model {len(truth.leaves)}", 0.0)
         if not self.candidate.flat and answer.structure != truth.structure:
-            structure = f"it gives results as {answer.structure}; the model as {truth.structure}"
+            structure = f"it returns results as {answer.structure}; the model as {truth.structure}"
             return Comparison(name, structure, 0.0)
         for number, (leaf, expected) in enumerate(zip(leaves, truth.leaves, strict=True)):
             if isinstance(leaf, torch.Tensor) != isinstance(expected, torch.Tensor):
-                kinds = f"is of {type(leaf).__name__}; the model gives a {type(expected).__name__}"
+                kinds = f"is a {type(leaf).__name__}; the model returns a {type(expected).__name__}"
                 return Comparison(name, f"output {number} {kinds}", 0.0)
         error_of = relative_error(leaves, truth.leaves)
         if not self.candidate.flat and (written := _inputs_fault(answer, truth)) is not None:
             return Comparison(name, written, error_of)
         if self.tolerance is not None:
             return Comparison(name, disagreement(leaves, truth.leaves, tolerance=self.tolerance), error_of)
-        if disagreement(leaves, truth.leaves) is None:  # by a rule of thumb; the runs below cost more
+        if disagreement(leaves, truth.leaves) is None:  # a fast check, before the runs of `_fault`
             return Comparison(name, None, error_of)
         return Comparison(name, self._fault(call, truth, leaves, lowered), error_of)
 
     def _fault(self, call: Call, truth: Answer, leaves: list[Any], lowered: Lowered | None) -> str | None:
-        """How an answer differs by more than rounding does to the model, which is run again to see that."""
+        """How an answer differs by more than rounding, which further runs of the model estimate."""
         if lowered is None or truth.structure != lowered.out_spec:
             return disagreement(leaves, truth.leaves)
         try:
@@ -246,7 +245,7 @@ class _Check:
 
 
 def _inputs_fault(answer: Answer, truth: Answer) -> str | None:
-    """How the tensors of the call differ after it: a candidate may write to them only as the model does."""
+    """How the arguments differ after the call, or None: the candidate must change them like the model."""
     for number, (left, expected) in enumerate(zip(answer.inputs, truth.inputs, strict=True)):
         if isinstance(expected, torch.Tensor) and (fault := disagreement([left], [expected])) is not None:
             return f"it changes tensor {number} of the call differently: {fault}"
@@ -254,7 +253,7 @@ def _inputs_fault(answer: Answer, truth: Answer) -> str | None:
 
 
 def _like(truth: Answer, answer: Answer) -> list[Any]:
-    """The tensors of a file in the places of the model's; what is not a tensor is the model's own."""
+    """The model's results with the tensors of a file in place of its tensors."""
     tensors = iter([leaf for leaf in answer.leaves if isinstance(leaf, torch.Tensor)])
     leaves = [next(tensors, None) if isinstance(leaf, torch.Tensor) else leaf for leaf in truth.leaves]
     return [*leaves, *tensors]

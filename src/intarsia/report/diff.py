@@ -20,19 +20,19 @@ from intarsia.runtime.compiled import Compiled
 
 @dataclass(frozen=True)
 class SegmentError:
-    """The error of one segment, as a share of the largest value of each output.
+    """The error of one segment, relative to the largest value of each output.
 
-    `own` is the error where the segment is given what PyTorch computes; `total` where it is given what the
-    segments before it computed.
+    `own` is the error with inputs that PyTorch computed; `total` is the error with inputs from the segments
+    before it.
     """
 
     number: int
     engine: str
     nodes: int
-    begins: str  # its first node, with the module that node comes from
+    begins: str  # its first node and the module of the node
     own: float
     total: float
-    fault: str | None  # how its own answer differs by more than rounding does
+    fault: str | None  # how its own outputs differ by more than rounding, or None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def diff(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
     call = copied_call((args, kwargs or {}))
     compiled.check(compiled.flatten(*call))
     inputs = example_inputs(compiled.lowered, *call)
-    placeholders = [node for node in compiled.lowered.module.graph.nodes if node.op == "placeholder"]
+    placeholders = compiled.lowered.module.graph.find_nodes(op="placeholder")
     truth = dict(zip(placeholders, inputs, strict=True))
     ours = dict(truth)
     segments = []
@@ -87,7 +87,7 @@ def diff(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
             alone = list(step.program(*case.inputs))
             reached = list(step.program(*(ours[node] for node in piece.inputs)))
         ours.update(zip(piece.outputs, reached, strict=True))
-        if not piece.segment.nodes:  # it hands out sizes
+        if not piece.segment.nodes:  # it only returns sizes
             continue
         first = piece.segment.nodes[0]
         path = module_path(first)

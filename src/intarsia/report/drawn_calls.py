@@ -1,4 +1,4 @@
-"""Further calls of a model, made from an example: drawn like it, and at edge values."""
+"""Generated calls of a model: random values like those of the example, and edge values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Fill = Callable[[torch.Tensor], torch.Tensor]
 
 
 def drawn_calls(call: Call, count: int) -> Iterator[tuple[str, Call]]:
-    """Calls with other values: floats that spread as in the example, integers in its range."""
+    """Calls with random values: floats with the example's mean and deviation, integers in its range."""
     for number in range(count):
         draw = torch.Generator().manual_seed(number)
         yield f"drawn inputs {number}", _filled(call, partial(_drawn, draw=draw))

@@ -48,7 +48,7 @@ def explain(
     dynamic_shapes: Any = None,
     **options: Unpack[CompileKeywords],
 ) -> Explanation:
-    """Say what `compile` would run where, and why. Nothing is built and nothing is run.
+    """Return what `compile` would run on which engine, and why. Nothing is built or run.
 
     The arguments are those of `compile`. If `compile` would measure plans, the plan shown here is that of the
     engines in their default order, and a note says so. The advice names the operators whose support would
@@ -76,8 +76,7 @@ def explain(
     except (CaptureError, LoweringError) as error:
         if checked.is_strict or not isinstance(model, nn.Module) or dynamic_shapes is not None:
             raise
-        reason = first_line(error)
-    notes.append(f"the model is not captured as a whole: {reason}")
+        notes.append(f"the model is not captured as a whole: {first_line(error)}")
     return _explain_parts(model, (args, kwargs), usable, checked, notes)
 
 
@@ -148,7 +147,7 @@ def explain_graph(
     *,
     notes: tuple[str, ...] = (),
 ) -> Explanation:
-    """The same for a graph and a support table."""
+    """The explanation of a graph with a support table."""
     options = options or PartitionOptions()
     plan = strategy(gm, table, options).verify(gm)
     shapes = segment_shapes(borders(gm.graph, plan.segments))
@@ -201,7 +200,7 @@ class SegmentReport:
 
 @dataclass(frozen=True, eq=False)
 class Explanation(Pictured):
-    """What would run where, and why. Use `print`, `to_json()` or `to_html()`.
+    """The result of `explain`. Use `print`, `to_json()` or `to_html()`.
 
     Example:
         >>> import torch, intarsia
@@ -215,10 +214,11 @@ class Explanation(Pictured):
     nodes: tuple[NodeReport, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
-    bodies: Mapping[str, Explanation] = field(default_factory=dict)  # of control flow, by node and name
+    # Bodies of control flow by node and name; submodules of a model in parts by path.
+    bodies: Mapping[str, Explanation] = field(default_factory=dict)
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The whole explanation as JSON, with keys in a fixed order."""
+        """The explanation as JSON, with keys in a fixed order."""
         return json.dumps(self._content(), indent=indent)
 
     def _content(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The first node of a model's graph whose value something else computes differently."""
+"""The first node of a model's graph whose value a candidate computes differently."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from intarsia.runtime.fallback import WithFallback
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first node whose value differs, where it comes from, and how it differs."""
+    """The first node whose value differs, its module and source line, and how it differs."""
 
     node: str
     op: str
     module: str
     source: str
     fault: str
-    last_equal: str = ""  # the last value that both have, where only values can be compared
-    reproduction: str | None = None  # a program of torch.export with its inputs
+    last_equal: str = ""  # the last equal value, if values are matched by content
+    reproduction: str | None = None  # the path of a program of torch.export with its inputs
 
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.module, self.source)))
@@ -57,7 +57,7 @@ def first_difference(
     candidate: Candidate,
     reproduction: str | os.PathLike[str] | None = None,
 ) -> FirstDifference | str:
-    """Where a candidate first differs on a call; else a clause that says why that cannot be seen."""
+    """The first difference of a candidate on a call, or the reason why it is unknown."""
     compiled = candidate.compiled
     if compiled is not None and compiled.stands_for_model:
         lowered = compiled.lowered
@@ -76,7 +76,7 @@ def first_difference(
     elif candidate.inside is not None:
         return _by_values(lowered.module, values, candidate.inside(*call[0], **call[1]), reproduction)
     elif candidate.source is None:
-        return "a plain function shows its results alone"
+        return "a plain function shows only its results"
     else:
         difference = None
     if difference is not None:
@@ -85,7 +85,7 @@ def first_difference(
     by_modules = None if compiled is not None else _by_modules(judge, call, candidate)
     if by_modules is not None:
         return _in_module(lowered.module, by_modules, values, reproduction)
-    return "no node differs by itself; small errors add up (`intarsia diff` shows how)"
+    return "no node alone differs; small errors add up (`intarsia diff` shows how)"
 
 
 def _difference(
@@ -101,12 +101,12 @@ def _difference(
     return FirstDifference(node.name, op_name(node), *where, fault, last_equal, path)
 
 
-Found = tuple[fx.Node, str, Piece]
+Difference = tuple[fx.Node, str, Piece]  # the node, how it differs, and the piece that reproduces it
 Build = Callable[[fx.GraphModule], Callable[..., Sequence[Any]]]
 
 
-def _in_segments(compiled: Compiled, values: dict[fx.Node, Any]) -> Found | None:
-    """The first node that an engine computes differently, given PyTorch's values at its segment's border."""
+def _in_segments(compiled: Compiled, values: dict[fx.Node, Any]) -> Difference | None:
+    """The first node that an engine computes differently, with PyTorch's values as its segment's inputs."""
     for piece, step in zip(compiled.inlay.pieces, compiled.inlay.steps, strict=True):
         program = step.program
         if not isinstance(program, WithFallback) or program.origin is None:
@@ -134,8 +134,10 @@ def _in_segments(compiled: Compiled, values: dict[fx.Node, Any]) -> Found | None
     return None
 
 
-def _in_graph(module: fx.GraphModule, engine: str, values: dict[fx.Node, Any], build: Build) -> Found | None:
-    """The first node that differs where runs of nodes are built alone and given PyTorch's values."""
+def _in_graph(
+    module: fx.GraphModule, engine: str, values: dict[fx.Node, Any], build: Build
+) -> Difference | None:
+    """The first node that differs if runs of nodes are built alone, with PyTorch's values as inputs."""
 
     def fails(nodes: Sequence[fx.Node]) -> str | None:
         part = part_of(module, engine, nodes)
@@ -149,7 +151,7 @@ def _in_graph(module: fx.GraphModule, engine: str, values: dict[fx.Node, Any], b
     if not blamed:
         return None
     node = next(iter(blamed))
-    # The shortest run that ends with the node and still fails: alone it may be fused otherwise, and right.
+    # A short run that ends with the node and fails: alone, the node may not be fused, and be right.
     place, length = nodes.index(node), 1
     while length <= place and fails(nodes[place + 1 - length : place + 1]) is None:
         length *= 2
@@ -159,15 +161,15 @@ def _in_graph(module: fx.GraphModule, engine: str, values: dict[fx.Node, Any], b
 def _fault(program: Callable[..., Sequence[Any]], case: Case) -> str | None:
     try:
         with torch.no_grad():
-            answers = list(program(*case.inputs))
+            outputs = list(program(*case.inputs))
     except Exception as error:
         return f"fails: {error_text(error)}"
-    return disagreement(answers, case.expected, case.rounding(0.0))
+    return disagreement(outputs, case.expected, case.rounding(0.0))
 
 
 def _recompiled(recompile: Callable[[nn.Module], Callable[..., Any]]) -> Build:
     def build(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-        torch.compiler.reset()  # else many small graphs exceed the limit of recompilations
+        torch.compiler.reset()  # otherwise, many small graphs exceed the limit of recompilations
         return recompile(module)
 
     return build
@@ -179,15 +181,15 @@ def _by_values(
     inside: dict[str, torch.Tensor],
     reproduction: str | os.PathLike[str] | None,
 ) -> FirstDifference | str:
-    """The first node after which no value is found among the values of a file.
+    """The node after the last node whose value is equal to a value of a file.
 
-    A file names its values as it likes, so they are compared by what they hold. Its runtime may fuse nodes:
-    those have no value there. The last node that has one is the result.
+    The names in a file are arbitrary, so values are matched by content. A runtime may fuse nodes, which then
+    have no value in the file.
     """
     shapes: dict[tuple[int, ...], list[tuple[str, torch.Tensor]]] = {}
     for name, value in inside.items():
         shapes.setdefault(tuple(value.shape), []).append((name, value))
-    nodes = [n for n in compute_nodes(module.graph) if _is_telling(values.get(n))]
+    nodes = [n for n in compute_nodes(module.graph) if _is_distinctive(values.get(n))]
     last, twin = -1, ""
     for place, node in enumerate(nodes):
         value = values[node]
@@ -200,15 +202,15 @@ def _by_values(
         if same_value is not None:
             last, twin = place, same_value
     if last + 1 >= len(nodes):
-        return "every value of the model's graph is found in the file"
+        return "the file has every value of the model's graph"
     node = nodes[last + 1]
     equal = f"{nodes[last].name} [{source_line(nodes[last])}], named {twin} in the file" if twin else ""
     part = part_of(module, PYTORCH, [node])
-    return _difference(node, "no value of the file equals it", part, values, reproduction, equal)
+    return _difference(node, "no value of the file is equal to it", part, values, reproduction, equal)
 
 
-def _is_telling(value: Any) -> bool:
-    """Whether a value can be found again by what it holds: floats that are not all the same."""
+def _is_distinctive(value: Any) -> bool:
+    """Whether a value can be matched by content: it has floats that are not all equal."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 2:
         return False
     return not bool((value == value.flatten()[0]).all())
@@ -218,14 +220,14 @@ ByModules = tuple[str, str, str, str, str]  # the first fields of `FirstDifferen
 
 
 def _by_modules(judge: Judge, call: Call, candidate: Candidate) -> ByModules | None:
-    """The first module that gives another value than the module of that name in the candidate."""
+    """The first module whose output differs from that of the candidate's module of the same name."""
     if candidate.source is None:
         return None
-    theirs = _module_values(judge, candidate.source, call)
+    outputs = _module_values(judge, candidate.source, call)
     for name, value in _module_values(judge, judge.model, call).items():
-        if name not in theirs:
+        if name not in outputs:
             continue
-        fault = disagreement(pytree.tree_leaves(theirs[name]), pytree.tree_leaves(value))
+        fault = disagreement(pytree.tree_leaves(outputs[name]), pytree.tree_leaves(value))
         if name and fault is not None:
             return name, type(judge.model.get_submodule(name)).__name__, name, "", fault
     return None
@@ -249,7 +251,7 @@ def _in_module(
 
 
 def _module_values(judge: Judge, model: nn.Module, call: Call) -> dict[str, Any]:
-    """What each module gives at its first call, in the order they end."""
+    """The output of each module in its first call, in the order in which the calls end."""
     values: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[..., None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from intarsia.cache.machine import machine_key
 from intarsia.cache.store import JsonStore, cache_directory
-from intarsia.errors import RewriteError
+from intarsia.errors import RewriteError, near_names
 from intarsia.network import Network
 from intarsia.rewrite.check import Build, random_inputs
 from intarsia.rewrite.driver import Entry
@@ -98,10 +97,10 @@ def _apply_paying(
         log.add(_manager(entries).rewrite(net, limit=left, strict=strict))
         if log.exhausted:
             return log
-        wanted = [fusion for fusion in undecided if _has_match(fusion, net)]
-        if not wanted:
+        matching = [fusion for fusion in undecided if _has_match(fusion, net)]
+        if not matching:
             return log
-        for fusion in wanted:
+        for fusion in matching:
             undecided.remove(fusion)
             reason = _reason_to_skip(fusion, engine, measure, benefits)
             if reason is None:
@@ -173,11 +172,8 @@ def _entries_of(pattern: Pattern) -> list[Entry]:
     if pattern in registered:
         return [registered[pattern]]
     names = [*FUSIONS, *registered]
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(sorted(names))}"
-    )
-    raise RewriteError(f"there is no pattern {pattern!r}; {hint}")
+    hint = near_names(pattern, names) or f"; the patterns are {', '.join(sorted(names))}"
+    raise RewriteError(f"there is no pattern {pattern!r}{hint}")
 
 
 def _suits(pattern: Pattern, engine: NetworkBuilder) -> bool:

@@ -109,15 +109,15 @@ class Driver:
 
     def _ask_again(self) -> bool:
         """After a change, queue the layers that a pattern refused for a reason beyond its reach."""
-        fired, asked = len(self._log), False
+        fired, has_queued = len(self._log), False
         for level in self._levels:
             stale = [asked_before for asked_before, then in level.undecided.items() if then < fired]
             for node, number in stale:
                 del level.undecided[node, number]
                 if node.graph is self.net.graph:
                     level.push(node, 1 << number)
-                    asked = True
-        return asked
+                    has_queued = True
+        return has_queued
 
     def _work(self, level: _Level) -> None:
         """Try the layers of one level, until a rewrite may have queued some at a higher one."""
@@ -304,10 +304,10 @@ def bits(patterns: int) -> Iterator[int]:
 
 
 def changed_layers(change: Change, hubs: dict[ir.Value, int]) -> list[ir.Node]:
-    """The layers that are new, read something else, or make what other layers read than before.
+    """The layers that are new, have other inputs, or have results with other readers than before.
 
-    `hubs`, kept from rewrite to rewrite, says of values with many readers how many they can lose before it is
-    worth counting them again: `onnx_ir` lists all readers to count them.
+    `hubs` is the same dictionary for all rewrites. For a value with many readers, it has the number that the
+    value can lose before they are counted again, since `onnx_ir` lists all readers to count them.
     """
     nodes: dict[ir.Node, None] = dict.fromkeys(change.made)
     recounted: Counter[ir.Value | None] = Counter()  # values that gained or lost readers, and how many

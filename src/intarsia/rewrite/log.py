@@ -33,9 +33,9 @@ class Fired:
 
     @property
     def source(self) -> str:
-        """The line of the model that the replaced layers come from, where it is known."""
-        known = [node.metadata_props.get("source", "") for node in (self.root, *self.nodes)]
-        return next(filter(None, known), "")
+        """The line of the model that the replaced layers come from; empty if it is unknown."""
+        sources = (node.metadata_props.get("source", "") for node in (self.root, *self.nodes))
+        return next(filter(None, sources), "")
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
@@ -45,7 +45,7 @@ class Fired:
 
 @dataclass(frozen=True)
 class Broken:
-    """A rewrite that was not made because its pattern raised an exception, or broke the network."""
+    """A rewrite that failed, because its pattern raised an exception or broke the network."""
 
     pattern: str
     message: str
@@ -56,7 +56,7 @@ class Broken:
 
 @dataclass
 class RewriteLog:
-    """Every rewrite of a run in order, and the undone ones.
+    """Every rewrite of a run in order, and those that failed.
 
     `exhausted` says that the run ended because `limit` rewrites were made.
     """
@@ -70,13 +70,13 @@ class RewriteLog:
         return len(self.fired)
 
     def write(self, pattern: str, root: ir.Node, removed: Sequence[ir.Node], made: Sequence[ir.Node]) -> None:
-        """Note a rewrite, and on every new layer which pattern made it and where its origin is."""
+        """Record a rewrite and, on every new layer, its pattern and its origin."""
         replaced = tuple(str(node.name) for node in removed)
         self.fired.append(Fired(pattern, root, replaced, tuple(made)))
         if not made:
             return
-        known = [node.metadata_props for node in (root, *removed) if node.metadata_props]
-        origin = next((each for each in known if "source" in each), known[0] if known else {})
+        origins = [node.metadata_props for node in (root, *removed) if node.metadata_props]
+        origin = next((each for each in origins if "source" in each), origins[0] if origins else {})
         for node in made:
             node.metadata_props.update({**origin, "pattern": pattern, "replaced": ", ".join(replaced)})
 

@@ -231,11 +231,11 @@ class Rewritten(NamedTuple):
 
 
 def rewrite_modules(model: nn.Module, rules: Mapping[Key, Swap]) -> Rewritten:
-    """Swap submodules: keys are classes (exact ones), paths or globs; values make the new from the old.
+    """The model with submodules swapped: keys are exact classes, paths or globs; values make the new module.
 
-    The model given is left as it is; the one given back shares its parameters and all modules that
-    did not change. A module used in several places is swapped once and used in them all. The first rule
-    that names a module is its rule. What a swap puts in is not looked into again.
+    The model itself is not changed. The result shares its parameters and all modules that are not swapped. A
+    module that is used in several places is swapped once. The first rule that matches a module applies, and
+    modules inside a new one are not visited.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.ReLU()))

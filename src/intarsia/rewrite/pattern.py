@@ -97,7 +97,7 @@ class PatternRewriter:
     def why_not(self, layer: Layer) -> str:
         """Why `find` returned no match."""
         match = self.find(layer)
-        return match.reason if isinstance(match, Refusal) else "match() said no"
+        return match.reason if isinstance(match, Refusal) else "match() returned a false value"
 
 
 class PatternAnalyzer:
@@ -124,7 +124,7 @@ _AS_IT_IS = Refusal("its replacement is there already")
 class Rule(PatternRewriter):
     """A pattern made by `@rule`. A call of it calls the decorated function."""
 
-    refuses_from_afar = True  # the function may look at anything
+    refuses_from_afar = True  # the function may read any layer
 
     def __init__(self, pattern: Function, function: Function, *, name: str, keep_types: bool = True) -> None:
         roots, variables = build(pattern)
@@ -132,16 +132,16 @@ class Rule(PatternRewriter):
         super().__init__(name, kinds(self.roots[0]), keep_types=keep_types)
         self.function = function
         self.variables = variables
-        # What a further output of the pattern looks like is decided beside the root, not above it.
+        # Further outputs of the pattern are not above the root, so its depth is no bound for them.
         self.reach: int | None = depth(self.roots[0]) if len(self.roots) == 1 else None
         operators = [term for term in parts(self.roots) if isinstance(term, OpTerm)]
         self.inner_kinds = frozenset(term.kind for term in operators)
         self.fed_by = feeders(self.roots[0])
         self._matcher = Matcher(self.roots)
         self._named = {term.name: term for term in operators if term.name is not None}
-        self._wanted = list(inspect.signature(function).parameters)[1:]
+        self._parameters = list(inspect.signature(function).parameters)[1:]
         known = {*variables, *self._named}
-        if unknown := [wanted for wanted in self._wanted if wanted not in known]:
+        if unknown := [parameter for parameter in self._parameters if parameter not in known]:
             raise RewriteError(f"rule {name!r} asks for {unknown}; its pattern has {sorted(known)}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,14 +151,14 @@ class Rule(PatternRewriter):
         return next(self._matcher.at(layer.node), None)
 
     def perform(self, layer: Layer, found: Bindings) -> bool | Refusal:
-        """Call the function for each match until it does not refuse."""
+        """Call the function for one match after another, until it does not refuse."""
         net = layer.network
         result = self.function(net, **self._bindings(found))
         if not isinstance(result, Refusal):
             return self._replace(net, found.roots, result)
         others = self._matcher.at(layer.node)
         next(others, None)
-        # What it built before it refused is undone, and with it the chance of another match.
+        # If it added layers before it refused, they have to be undone, and no other match is tried.
         while not net.journal and (other := next(others, None)) is not None:
             again = self.function(net, **self._bindings(other))
             if not isinstance(again, Refusal):
@@ -173,7 +173,7 @@ class Rule(PatternRewriter):
 
     def _bindings(self, match: Bindings) -> dict[str, Any]:
         bound: dict[str, Any] = {}
-        for name in self._wanted:
+        for name in self._parameters:
             if name in self._named:
                 node = match.nodes.get(self._named[name])
                 bound[name] = None if node is None else Layer(node)
@@ -182,10 +182,10 @@ class Rule(PatternRewriter):
                 bound[name] = None if value is None else Tensor.of(value)
         return bound
 
-    def _replace(self, net: Network, roots: list[ir.Value], said: Any) -> bool | Refusal:
-        outputs = said if isinstance(said, tuple | list) else (said,)
+    def _replace(self, net: Network, roots: list[ir.Value], result: Any) -> bool | Refusal:
+        outputs = result if isinstance(result, tuple | list) else (result,)
         if len(outputs) != len(roots) or not all(isinstance(tensor, Tensor) for tensor in outputs):
-            raise RewriteError(f"the rule gave {said!r} where {len(roots)} tensor(s) should be")
+            raise RewriteError(f"the rule returned {result!r} instead of {len(roots)} tensor(s)")
         changed = [replace_value(net, old, new.value) for old, new in zip(roots, outputs, strict=True)]
         return any(changed) or _AS_IT_IS
 

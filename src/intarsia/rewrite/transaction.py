@@ -1,7 +1,7 @@
-"""One try of one pattern at one layer: done and checked, or undone.
+"""Trying one pattern at one layer: the rewrite is checked, or undone.
 
-A journal of edits takes the place of copies: what a try touched is checked, and undone edit by edit, so the
-cost is that of a rewrite and not of the network.
+Edits are recorded in a journal, so that only edited layers are checked, and edits are undone one by one. The
+cost depends on the rewrite, and not on the size of the network.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ def attempt(
     (RewriteError), or `keep` is false.
     """
     edits: list[Edit] = []
-    outer, net.journal = net.journal, edits  # a pattern may ask others while it acts
+    outer, net.journal = net.journal, edits  # a pattern may run others
     anchor, net.anchor = net.anchor, node
     done = False
     try:
-        said = pattern.perform(Layer(node), match)
-        if not said:
-            return said if isinstance(said, Refusal) else Refusal("match_and_rewrite() said no")
+        result = pattern.perform(Layer(node), match)
+        if not result:
+            refusal = Refusal("match_and_rewrite() returned a false value")
+            return result if isinstance(result, Refusal) else refusal
         change = _finish(net, edits, pattern.keep_types)
         done = keep and isinstance(change, Change)
         return change

@@ -1,4 +1,4 @@
-"""What runs when a compiled module is called."""
+"""Compiled modules and what happens at a call of one."""
 
 from intarsia.runtime.compiled import Compiled as Compiled
 from intarsia.runtime.partly import PartlyCompiled as PartlyCompiled

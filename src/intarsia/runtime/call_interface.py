@@ -1,6 +1,6 @@
-"""How a call of a compiled module maps onto its graph: structure, defaults, order of inputs.
+"""The interface of a compiled module: how a call maps to the inputs of its graph.
 
-Every call is checked against the shapes, dtypes and devices that were compiled for.
+Every call is checked against the structure, shapes, dtypes and devices it was compiled for.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallInterface:
-    """What a call must look like, and which of its values is which input of the graph.
+    """The calls that a compiled module takes, and which value of a call is which input of the graph.
 
-    `checks` say what each value of the flattened call must be; `signature` is that of the model's `forward`,
-    where it is known, so that arguments may be given by position or by name.
+    `checks` has one check for each value of the flattened call. `signature` is that of the model's `forward`,
+    if it is known, so that arguments may be passed by position or by name.
     """
 
     lowered: Lowered
@@ -40,24 +40,24 @@ class CallInterface:
     def of(
         lowered: Lowered, signature: inspect.Signature | None, checks: Sequence[Check] | None = None
     ) -> CallInterface:
-        """The interface of a lowered graph; `checks` are read from the graph unless a file has them."""
+        """The interface of a lowered graph. Without `checks` of a file, they come from the graph."""
         return CallInterface(lowered, checks_of(lowered) if checks is None else tuple(checks), signature)
 
     @cached_property
     def plain_arguments(self) -> int:
-        """The number of positional inputs if all are plain leaves and none is named, else -1."""
+        """The number of positional inputs if all are leaves and none is passed by name; otherwise -1."""
         args, kwargs = children(self.lowered.in_spec)
         leaves = all(child.is_leaf() for child in children(args))
         return len(children(args)) if leaves and not kwargs.context else -1
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the flattened call is the graph's inputs: no buffers between them, none left out."""
+        """Whether the flattened call equals the graph's inputs, without buffers and in the same order."""
         return [item.index for item in self.lowered.inputs] == list(range(len(self.checks)))
 
     @cached_property
     def fixed(self) -> list[FixedInput] | None:
-        """Dtype, shape and device of every input, if a call is just tensors of fixed shapes."""
+        """Dtype, shape and device of every input, if all are tensors of fixed shapes."""
         if self.plain_arguments < 0 or not self.in_order or self._guards:
             return None
         return fixed_inputs(self.checks)
@@ -68,20 +68,20 @@ class CallInterface:
         return read_guards(self.lowered.guards, places)
 
     def check(self, flat: list[Any]) -> None:
-        """Raise InputError, naming the input, unless a flattened call fits what was compiled."""
+        """Raise InputError, naming the input, if a flattened call does not pass the checks."""
         check_inputs(self.checks, flat, self.lowered.range_constraints)
         if self._guards:
             check_guards(self._guards, flat)
 
     def feed(self, flat: list[Any]) -> list[Any]:
-        """The graph's inputs: the caller's, and the buffers that the model changes."""
+        """The graph's inputs: those of the call, and the buffers that the model changes."""
         if self.in_order:
             return flat
         buffers = self.lowered.buffers
         return [buffers[i.buffer] if i.buffer else flat[i.index or 0] for i in self.lowered.inputs]
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """A call as a list, in the order of `checks`; InputError where it has another structure."""
+        """The call as a list, in the order of `checks`; InputError if its structure differs."""
         if self.plain_arguments == len(args) and not kwargs:
             return list(args)
         spec = self.lowered.in_spec
@@ -96,7 +96,7 @@ class CallInterface:
     def _rebind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], positional: int, named: list[str]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call with arguments passed by position or name as when compiled."""
+        """The same call, with arguments passed by position and by name as when compiled."""
         expected = f"{positional} positional arguments" + (f" and {', '.join(named)}" if named else "")
         if self.signature is not None:
             try:
@@ -115,7 +115,7 @@ class CallInterface:
 def with_defaults(
     signature: inspect.Signature, bound: dict[str, Any], positional: int, named: Sequence[str]
 ) -> dict[str, Any]:
-    """The arguments compiled for: defaults for those left out, none that only repeats its default."""
+    """The arguments as compiled: with defaults for omitted ones, without others that repeat their default."""
     plain = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     wanted = [*[p.name for p in plain if p.name not in named][:positional], *named]
     filled = dict(bound)
@@ -128,9 +128,9 @@ def with_defaults(
         elif name in bound and _is_same(bound[name], default):
             del filled[name]
         elif name in bound:
-            value = bound[name]
-            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            raise InputError(f"argument {name} is {shown}; compiled for its default, {default!r}")
+            raise InputError(
+                f"argument {name} is {_shown(bound[name])}; compiled for its default, {default!r}"
+            )
     return filled
 
 
@@ -142,13 +142,13 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def split_spec(spec: pytree.TreeSpec) -> tuple[int, list[str]]:
-    """How many arguments are given by position, and the names of the others."""
+    """The number of arguments passed by position, and the names of the others."""
     args, kwargs = children(spec)
     return len(children(args)), list(kwargs.context)
 
 
 def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """The structures right below this one."""
+    """The structures one level below this one."""
     method = getattr(spec, "children", None)  # torch 2.11 may have only the field `children_specs`
     return list(method()) if callable(method) else list(spec.children_specs)
 
@@ -158,14 +158,14 @@ FixedInput = tuple[torch.dtype, torch.Size, torch.device]
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """What one input must be; `shape` holds sizes, or symbols to be bound or compared."""
+    """The check of one tensor; `shape` has sizes, and symbols that are bound or compared."""
 
     name: str
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int | sympy.Expr, ...]
     static: torch.Size | None
-    strides: tuple[int, ...] | None = None  # where the model reads this input by its strides
+    strides: tuple[int, ...] | None = None  # if the model reads this input by its strides
 
     @staticmethod
     def of(name: str, value: torch.Tensor, strides: tuple[int, ...] | None = None) -> TensorCheck:
@@ -176,7 +176,7 @@ class TensorCheck:
 
 @dataclass(frozen=True)
 class ConstantCheck:
-    """An input that was a plain value when the model was compiled, and is part of it now."""
+    """The check of an input that was a plain value when the model was compiled, and is a constant now."""
 
     name: str
     value: Any
@@ -184,7 +184,7 @@ class ConstantCheck:
 
 @dataclass(frozen=True)
 class IntegerCheck:
-    """An input that is an integer of any value; `example` is the one that the model was compiled with."""
+    """The check of an integer of any value; `example` is the one that the model was compiled with."""
 
     name: str
     example: int
@@ -194,7 +194,7 @@ Check = TensorCheck | ConstantCheck | IntegerCheck
 
 
 def check_inputs(checks: tuple[Check, ...], flat: list[Any], ranges: Mapping[Any, Any]) -> None:
-    """Raise InputError, naming the input, unless the call fits."""
+    """Raise InputError, naming the input, if the call does not pass the checks."""
     symbols: dict[Any, int] | None = None
     for check, value in zip(checks, flat, strict=True):
         if check.__class__ is not TensorCheck:
@@ -246,7 +246,7 @@ def _bind(
     if len(shape) != len(check.shape):
         raise InputError(f"input {check.name} has {len(shape)} dimensions; compiled for {len(check.shape)}")
     for axis, (size, wanted) in enumerate(zip(shape, check.shape, strict=True)):
-        if isinstance(wanted, int) or wanted.is_Integer:  # a size the model fixed, asked for or not
+        if isinstance(wanted, int) or wanted.is_Integer:  # a size that the model or the user fixed
             if size != wanted:
                 raise InputError(
                     f"input {check.name} has size {size} in dimension {axis}; compiled for {wanted}"
@@ -282,8 +282,8 @@ def _check_derived(checks: tuple[Check, ...], flat: list[Any], symbols: dict[Any
 
 
 def checks_of(lowered: Lowered) -> tuple[Check, ...]:
-    """What each input that a caller gives must be."""
-    # By place, not by name: a graph calls an input `input_1` that its model calls `input`.
+    """The checks of a graph's inputs, in the order of the flattened call."""
+    # Inputs are matched by place, since names differ: the model's `input` is `input_1` in the graph.
     nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
     strides = lowered.module.meta.get("strides", {})
     checks: list[Check] = []

@@ -1,4 +1,4 @@
-"""A compiled module: the programs of a model's pieces, called like the model itself."""
+"""A compiled module: the programs of a model's pieces, which is called as the model."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from intarsia.runtime.results import ResultPlan
 from intarsia.runtime.weights import FrozenWeights
 from intarsia.tracing import is_traced
 
-Run = Callable[[Sequence[Any]], list[Any]]  # the graph's inputs in, everything it returns out, flat
+Run = Callable[[Sequence[Any]], list[Any]]  # from the graph's inputs to everything it returns, flat
 
 Weights = Mapping[str, Any] | nn.Module
-Refit = Callable[["Compiled", Weights], "Compiled"]  # a module with other weights, made from a compiled one
+Refit = Callable[["Compiled", Weights], "Compiled"]  # returns the module with other weights
 
-# Hooks on every module there is (`register_module_forward_hook`); torch has no public way to ask for them.
+# Hooks on all modules (`register_module_forward_hook`). torch 2.13 has no public way to read them.
 GLOBAL_HOOKS = tuple(
     getattr(torch_module, name, {}) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
 )
 
-# What torch.func works on (vmap, grad, jvp); torch has no public way to ask for it.
+# The interpreters of torch.func (vmap, grad, jvp) that are active. torch 2.13 has no public way to read them.
 _TRANSFORMED: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 
 NOT_TRANSFORMED = (
-    "it runs on engines, which torch.func (vmap, grad, jvp, jacrev) cannot look into; transform the model it"
-    " was made from, or compile a module that calls the transformation"
+    "it runs on engines, which torch.func (vmap, grad, jvp, jacrev) cannot transform; transform the original"
+    " model, or compile a module that calls the transformation"
 )
 NOT_SHARED = "engines have their own memory; save the module, and load the file in every process"
-NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the model it was made from"
+NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the original model"
 
 
 @dataclass(frozen=True)
 class Source:
-    """The model that a module was compiled from, as far as calls depend on it.
+    """The model that a module was compiled from.
 
-    `state` are its weights by name, the model's own unless a file has them. `eager` is set where the model
-    itself answers instead of its graph: "chosen", since that is faster, or "required", since the graph
-    answers differently. A graph that is only slower still stands for the model: its inputs are checked, its
-    weights are watched, it can be saved and refitted.
+    `state` are its weights by name; without it, those of `model`. `eager` is set if the model itself answers
+    calls and not its graph: "chosen" because that is faster, or "required" because the graph answers
+    differently. If it is only faster, inputs are checked, weights are watched, and the module can be saved
+    and refitted.
     """
 
     model: nn.Module | None = None
@@ -66,10 +66,10 @@ class Source:
 
 
 class _Fit:
-    """Everything that the weights decide. A refit replaces it as a whole, so a call sees the old or the new.
+    """Everything that depends on the weights. A refit replaces it as a whole.
 
-    The attributes in the second half are what the fast path of a call reads: `run` or, for a single program,
-    `whole` computes the graph; `direct` is a program's shortcut that checks its inputs itself.
+    The attributes on the last line of `__slots__` are for the fast path of a call: `run` or, for a single
+    program, `whole` computes the graph. `direct` is a program's shortcut that checks its inputs itself.
     """
 
     __slots__ = (
@@ -141,7 +141,7 @@ class Compiled(nn.Module):
         self.differences: tuple[str, ...] = ()  # when it can answer differently from the model
         self.captured: Callable[[], fx.GraphModule] | None = None  # the program of a loaded file
 
-    # What it is made of.
+    # The parts of the module.
 
     @property
     def plan(self) -> Plan:
@@ -159,22 +159,22 @@ class Compiled(nn.Module):
 
     @property
     def lowered(self) -> Lowered:
-        """The graph that was cut, and how a call maps onto it."""
+        """The lowered graph, and how a call maps to it."""
         return self._fit.lowered
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """What each input of a call must be, in the order of the flattened call."""
+        """The checks of a call, in the order of the flattened call."""
         return self._fit.interface.checks
 
     @property
     def call_signature(self) -> inspect.Signature | None:
-        """The arguments of the model's `forward`, where they are known."""
+        """The signature of the model's `forward`, if it is known."""
         return self._fit.interface.signature
 
     @property
     def stands_for_model(self) -> bool:
-        """Whether the graph answers as the model does; if not, the model itself answers every call."""
+        """Whether the graph answers as the model does; otherwise the model itself answers every call."""
         return self._fit.stands
 
     @property
@@ -184,7 +184,7 @@ class Compiled(nn.Module):
 
     @property
     def weights(self) -> FrozenWeights:
-        """The weights that were compiled, and whether the model still holds them."""
+        """The weights that were compiled, with a check whether the model still has them."""
         return self._fit.weights
 
     @property
@@ -196,11 +196,11 @@ class Compiled(nn.Module):
 
     @property
     def compile_notes(self) -> tuple[str, ...]:
-        """The notes of the compile alone, as an archive holds them."""
+        """The notes of the compile alone, which an archive stores."""
         return self._fit.notes
 
     def note(self, *notes: str) -> None:
-        """Add to what a user should know."""
+        """Add notes for the user."""
         self._fit.notes = (*self._fit.notes, *notes)
 
     def weights_digest(self) -> str:
@@ -211,7 +211,7 @@ class Compiled(nn.Module):
         """
         return self._fit.weights.digest()
 
-    # Other weights.
+    # Refit.
 
     def refit(self, weights: Weights) -> None:
         """Use other weights of the same names, shapes and dtypes from now on.
@@ -228,7 +228,7 @@ class Compiled(nn.Module):
         tensor([[5.]])
         """
         if self._refit is None and self.captured is not None:
-            make_refittable(self, self.captured())  # needs the compiler, which is imported only now
+            make_refittable(self, self.captured())  # imports the compiler
         if self._refit is None or not self._fit.stands:
             raise RefitError(
                 "this module runs as it is and has no captured"
@@ -239,53 +239,53 @@ class Compiled(nn.Module):
         self.inlay = refitted._fit.inlay
 
     def refit_by(self, refit: Refit, program: ExportedProgram | None = None) -> None:
-        """Let `refit` make the module with other weights, from the program if one is given."""
+        """Set the function that `refit` calls, and the captured program if one is passed."""
         self._refit = refit
         if program is not None:
             self._fit.lowered = replace(self._fit.lowered, program=program)
 
     def refit_from(self, old: Compiled, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what new weights do not change."""
+        """Copy from a compiled module what does not depend on weights."""
         fit = self._fit
         fit.interface = replace(fit.interface, signature=old.call_signature)
         fit.state = dict(state)
         fit.notes = tuple(dict.fromkeys((*old._fit.notes, *fit.notes)))
 
-    # A call.
+    # Calls.
 
     @property
     def run(self) -> Run:
-        """What computes the graph: the inlay, or what `run_by` put in its place."""
+        """The function that computes the graph: the inlay's, or the one set by `run_by`."""
         return self._fit.run
 
     def run_by(self, run: Run, *, checks_weights: bool = False) -> None:
-        """Answer every call by `run`, which takes the graph's inputs, instead of the inlay's own.
+        """Compute the graph by `run` instead of the inlay.
 
-        One that `checks_weights` does so itself, where it costs the call least.
+        With `checks_weights`, `run` itself checks the weights, at a better time in the call.
         """
         fit = self._fit
         fit.run, fit.whole, fit.direct, fit.checks_weights = run, None, None, not checks_weights
 
     def results(self, inputs: Sequence[Any]) -> list[Any]:
-        """Everything the graph returns for its inputs, flat; nothing is checked, and nothing written back."""
+        """Everything the graph returns for its inputs, flat. Nothing is checked or written back."""
         fit = self._fit
         return fit.run(inputs) if fit.whole is None else list(fit.whole(*inputs))
 
     def check(self, flat: list[Any]) -> None:
-        """Raise InputError, naming the input, unless a flattened call fits what was compiled."""
+        """Raise InputError, naming the input, if a flattened call does not pass the checks."""
         self._fit.interface.check(flat)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """A call as a list, in the order of `checks`; InputError where it has another structure."""
+        """The call as a list, in the order of `checks`; InputError if its structure differs."""
         return self._fit.interface.flatten(args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The common call, plain tensors of fixed shape and no hooks, is checked and run right here: a model
-        # of a hundred microseconds feels every further step.
+        # The most common call, tensors of fixed shapes without hooks, is checked and run here. For a model
+        # that takes 100 us, every further function call is noticeable.
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise InputError(NOT_TRACED)
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            # Imports Dynamo, which a process that only loads files does without.
+            # Importing Dynamo takes time, which a process that only loads files saves.
             from intarsia.runtime.untraced import untraced
 
             return untraced(self, args, kwargs)
@@ -303,10 +303,10 @@ class Compiled(nn.Module):
         if direct is not None:
             try:
                 return direct(*args)
-            except Exception:  # any other call: the long way runs it, or says what is wrong with it
+            except Exception:  # `forward` runs other calls, or raises a better error
                 answer = super().__call__(*args)
                 if fit.whole is not None and getattr(fit.whole, "failure", None) is not None:
-                    fit.direct = None  # the engine failed: the long way has gone over to PyTorch
+                    fit.direct = None  # the engine failed, and PyTorch runs the segment from now on
                 return answer
         fixed = fit.fixed
         if fixed is None or len(args) != len(fixed):
@@ -324,7 +324,7 @@ class Compiled(nn.Module):
         return answer[0] if fit.is_single else fit.results.finish(args, answer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Any call: nested, named or sized at run time, or wrong, which is then said."""
+        """Run any call: nested, with names or sizes that vary. A wrong one raises InputError."""
         if torch.compiler.is_exporting():
             raise InputError(NOT_TRACED)
         fit = self._fit
@@ -336,10 +336,10 @@ class Compiled(nn.Module):
             return _run_eagerly(fit.eager, args, kwargs)
         fit.results.check_written(flat)
         inputs = fit.interface.feed(flat)
-        whole = None if is_traced() else fit.whole  # the run has a name for each segment
+        whole = None if is_traced() else fit.whole  # `run` records the name of each segment
         return fit.results.finish(flat, fit.run(inputs) if whole is None else whole(*inputs))
 
-    # What torch asks of any module, answered by one whose weights are frozen.
+    # Methods of `nn.Module` that would change weights.
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segment{'s' * (len(self.plan) != 1)} on {', '.join(self.plan.engines)}"
@@ -354,7 +354,8 @@ class Compiled(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # `half()`, `to()`, `cuda()` and their like, also of a module around this one, end here.
+        # `half()`, `to()`, `cuda()` and similar methods call this, also those of a module that contains this
+        # one.
         refuse_conversion(fn, self._fit.state.values())
         return self
 
@@ -372,7 +373,7 @@ class Compiled(nn.Module):
                 )
 
     def share_memory(self) -> Self:
-        """Engines hold memory of their own; an error that says what to do."""
+        """Raise InputError, since engines have memory of their own."""
         raise InputError(NOT_SHARED)
 
 
@@ -393,7 +394,7 @@ def _run_eagerly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _direct(program: Program | None, fixed: list[FixedInput] | None) -> Callable[..., torch.Tensor] | None:
-    """The whole model as one call that checks its inputs itself, where its program has one."""
+    """The shortcut of a program that computes the whole model and checks its inputs itself, if it has one."""
     make = getattr(program, "direct", None)
     if make is None or not fixed:
         return None

@@ -1,6 +1,6 @@
-"""One CUDA graph for a whole compiled module: its kernels are recorded once and launched together.
+"""One CUDA graph for a compiled module: its kernels are recorded once and launched together.
 
-Launching a kernel from Python costs more than most kernels take. A graph reads and writes the memory that it
+Launching a kernel from Python takes longer than most kernels run. A graph reads and writes the memory that it
 was recorded with, so a call copies its inputs there, launches the graph, and copies the results out:
 
     caller's stream   ──copy inputs──▶ launch graph ──copy results──▶ fresh tensors
@@ -26,14 +26,14 @@ from intarsia.runtime.compiled import Compiled, Run
 Results = Literal["fresh", "static"]
 Result = TypeVar("Result")
 
-SHAPES = 512  # graphs a module may have, one for each set of input shapes
-_SHARE = 8  # one part in so many of the GPU's memory is for inputs and results of graphs
-_FEW = 4  # tensors that are copied one by one: the kernel for many takes 8 us, a copy of one 2
-_WARMUPS = 2  # runs before recording: libraries set themselves up and choose their kernels
+SHAPES = 512  # the largest number of graphs of a module, one for each set of input shapes
+_SHARE = 8  # inputs and results of graphs may take this part of the GPU's memory
+_FEW = 4  # up to this number, tensors are copied one by one: 2 us each, or 8 us for a kernel that copies many
+_WARMUPS = 2  # runs before recording, in which libraries initialize themselves and choose kernels
 
 
 def not_capturable(graph: fx.Graph, engines_capturable: bool) -> str | None:
-    """Why a graph cannot be recorded, as far as it shows before trying; None if nothing speaks against it."""
+    """Why a graph cannot be recorded, as far as its nodes show; None if it may be."""
     if not engines_capturable:
         return "an engine of the plan launches its kernels on a stream of its own"
     devices: dict[torch.device, fx.Node] = {}
@@ -41,11 +41,11 @@ def not_capturable(graph: fx.Graph, engines_capturable: bool) -> str | None:
         if not (is_compute(node) or node.op == "placeholder"):
             continue
         if node.op != "placeholder" and is_control_flow(node):
-            return f"{whereabouts(node)} decides on values what runs"
+            return f"{whereabouts(node)} decides by values what runs"
         if depends_on_values(node):
             return f"the sizes of {whereabouts(node)} depend on values"
-        made = node.meta.get("val")
-        for value in made if isinstance(made, list | tuple) else [made]:
+        result = node.meta.get("val")
+        for value in result if isinstance(result, list | tuple) else [result]:
             if isinstance(value, torch.Tensor):
                 devices.setdefault(value.device, node)
             elif node.op != "placeholder" and value is not None:
@@ -55,19 +55,19 @@ def not_capturable(graph: fx.Graph, engines_capturable: bool) -> str | None:
             return f"{whereabouts(node)} is on {device}"
     if len(devices) > 1:
         return f"it runs on {' and '.join(map(str, devices))}"
-    return None if devices else "nothing of it runs on a GPU"
+    return None if devices else "no part of it runs on a GPU"
 
 
 def depends_on_values(node: fx.Node) -> bool:
-    """Whether the sizes of what a node makes are known only once it has run.
+    """Whether the sizes of a node's results are known only after it has run.
 
-    An operator's tag says what it may do: `index` makes tensors of any size from booleans, and of a known
-    size from integers. What this node does, its metadata say.
+    The operator's tag does not say so: `index` returns a tensor of any size for booleans, and of a known size
+    for integers. The node's metadata does.
     """
-    made = node.meta.get("val")
-    if made is None:
+    result = node.meta.get("val")
+    if result is None:
         return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
-    values = made if isinstance(made, list | tuple) else [made]
+    values = result if isinstance(result, list | tuple) else [result]
     sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
     return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in sizes)
 
@@ -80,10 +80,10 @@ def use_cuda_graphs(
     results: Results,
     examples: Sequence[Sequence[Any]],
 ) -> None:
-    """Let a compiled module run as one CUDA graph; where that cannot be, a note of the module says why.
+    """Run a compiled module as one CUDA graph. If that is not possible, a note of the module says why.
 
-    It is recorded for the examples now: for the first with all checks, for the largest sizes so that the
-    memory that graphs share is there when calls come.
+    Graphs are recorded for the examples at once: for the first one with all checks, and for the largest
+    sizes, so that the memory that graphs share is allocated before calls.
     """
     programs = [_innermost(step.program) for step in compiled.inlay.steps]
     reason = not_capturable(graph, capturable) or _waits(programs)
@@ -93,7 +93,7 @@ def use_cuda_graphs(
     shared = any(getattr(program, "own_workspace", False) for program in programs)
     graphs = CudaGraphs(compiled.inlay.results, graph, results, shared, compiled.weights.check)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # told by the notes
+        warnings.simplefilter("ignore")  # the notes say it
         for example in examples:
             graphs.record(example)
     compiled.note(*graphs.notes)
@@ -101,14 +101,14 @@ def use_cuda_graphs(
 
 
 def _innermost(program: Any) -> Any:
-    """The engine's own program, inside those that answer in its place where it cannot."""
+    """The engine's own program, inside those that replace it where it fails."""
     while hasattr(program, "program"):
         program = program.program
     return program
 
 
 def _waits(programs: Sequence[Any]) -> str | None:
-    """Why a program must wait for the GPU at every call; None if none does."""
+    """Why a program must wait for the GPU at every call; None if none has to."""
     for program in programs:
         read = getattr(program, "waits_for", ())
         if read:
@@ -118,18 +118,18 @@ def _waits(programs: Sequence[Any]) -> str | None:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A graph with the memory it reads from and writes to."""
+    """A graph, and the memory that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     device: torch.device
-    inputs: list[tuple[int, torch.Tensor]]  # which input of a call each is a copy of
-    made: list[torch.Tensor]  # results that the graph writes
-    results: list[tuple[int | None, int | None, Any]]  # an input's place, a place in `made`, or a plain value
+    inputs: list[tuple[int, torch.Tensor]]  # the place of an input in a call, and the graph's copy of it
+    made: list[torch.Tensor]  # the results that the graph writes
+    results: list[tuple[int | None, int | None, Any]]  # place of an input, place in `made`, or plain value
 
     @classmethod
     def of(cls, graph: torch.cuda.CUDAGraph, inputs: list[Any], results: list[Any]) -> _Recorded:
         read = [(place, x) for place, x in enumerate(inputs) if _is_tensor(x)]
-        # An input that is returned is the caller's tensor, not the graph's copy of it.
+        # An input that is returned is the caller's tensor, not the graph's copy.
         own = {id(x): place for place, x in enumerate(inputs)}
         made = list({id(x): x for x in results if _is_tensor(x) and id(x) not in own}.values())
         places = {id(x): place for place, x in enumerate(made)}
@@ -138,21 +138,22 @@ class _Recorded:
 
     @property
     def bytes(self) -> int:
-        """The memory that the graph keeps while others run: its inputs and results."""
+        """The memory of the graph's inputs and results, which other graphs do not use."""
         return sum(x.nbytes for x in (*self.made, *(x for _, x in self.inputs)))
 
 
 class CudaGraphs:
-    """Calls `run` through a CUDA graph for each set of shapes; what cannot be recorded runs as before.
+    """Calls `run` by a CUDA graph for each set of shapes. Calls that cannot be recorded call it directly.
 
-    To record a call takes about as long as to launch its kernels one by one, so a set of shapes is recorded
-    at its first call. All graphs of a module share one pool of memory, since they run one after another; each
-    keeps its inputs and results. The graph that was used least recently goes where there are too many.
-    Calls from several threads take turns; a call on another stream waits for the one before. With
-    `results="static"` a call returns the graph's own memory, which the next call overwrites.
-    Where an engine works in memory of its own (`shared_workspace`), a graph and a plain run write to the
-    same: those take turns too, and nobody else may record them. What the host has to do for every call anyway
-    (`meanwhile`: look whether weights changed) is done while the GPU works; it may raise.
+    Recording a call takes about as long as launching its kernels one by one, so each set of shapes is
+    recorded at its first call. All graphs of a module share one pool of memory, since they run one after
+    another, and each has its own inputs and results. If there are too many graphs, the least recently used
+    one is released. Calls from several threads run one after another, and a call on another stream waits for
+    the one before. With `results="static"`, a call returns the graph's own memory, which the next call
+    overwrites. If an engine uses memory of its own (`shared_workspace`), graphs and direct runs write to it:
+    they also run one after another, and cannot be recorded into a graph of the caller's. `meanwhile` is work
+    of the host that every call needs, such as a check whether weights changed. It runs while the GPU
+    computes, and may raise.
     """
 
     def __init__(
@@ -169,16 +170,16 @@ class CudaGraphs:
         self.results = results
         self._static = results == "static"
         self._random = any(node.op == "call_function" and is_ordered(node) for node in graph.nodes)
-        self._recorded: dict[Any, _Recorded | None] = {}  # the one used last comes last
+        self._recorded: dict[Any, _Recorded | None] = {}  # the most recently used one is the last
         self._bytes = 0  # of inputs and results of all graphs
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None  # where the last launch went
-        self._recording: torch.cuda.Stream | None = None  # where graphs are recorded, and nothing else runs
+        self._stream: torch.cuda.Stream | None = None  # the stream of the last launch
+        self._recording: torch.cuda.Stream | None = None  # the stream for recording alone
         self._lock = threading.Lock()
         self.notes: list[str] = []
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        # While the caller records a graph of its own, our kernels belong into that one.
+        # While the caller records a graph, these kernels belong to it.
         if torch.cuda.is_current_stream_capturing():
             self._meanwhile()
             return self._run_in_turn(inputs) if self._shared_workspace else self._run(inputs)
@@ -200,8 +201,8 @@ class CudaGraphs:
     def _run_in_turn(self, inputs: Sequence[Any]) -> list[Any]:
         if torch.cuda.is_current_stream_capturing():
             raise EngineError(
-                "an engine of this module works in memory of its own, so that its kernels cannot be recorded "
-                "into another CUDA graph; compile it with cuda_graphs=False and engines that torch runs"
+                "an engine of this module uses memory of its own, so its kernels cannot be recorded into"
+                " another CUDA graph; compile it with cuda_graphs=False and engines that torch runs"
             )
         with self._lock:
             self._wait_for_last()
@@ -214,12 +215,12 @@ class CudaGraphs:
         self._stream = stream
 
     def record(self, inputs: Sequence[Any]) -> None:
-        """Record a graph for the shapes of these inputs now, if it can be."""
+        """Record a graph for the shapes of these inputs, if it is possible."""
         with self._lock, torch.no_grad():
             self._record_if_possible(_key(inputs), inputs)
 
     def _record_if_possible(self, key: Any, inputs: Sequence[Any]) -> _Recorded | None:
-        if key in self._recorded:  # it was tried
+        if key in self._recorded:  # recording failed before
             return None
         recorded: _Recorded | None = None
         try:
@@ -233,10 +234,10 @@ class CudaGraphs:
         return recorded
 
     def _make_room(self, device: torch.device) -> None:
-        """Release the graphs that were used least recently, until the others are few and small enough."""
+        """Release the least recently used graphs until the others are few and small enough."""
         most = torch.cuda.get_device_properties(device).total_memory // _SHARE
         if len(self._recorded) > SHAPES or self._bytes > most:
-            torch.cuda.synchronize(device)  # one that still runs reads its inputs
+            torch.cuda.synchronize(device)  # a graph that still runs reads its inputs
         while len(self._recorded) > 1 and (len(self._recorded) > SHAPES or self._bytes > most):
             oldest = self._recorded.pop(next(iter(self._recorded)))
             self._bytes -= 0 if oldest is None else oldest.bytes
@@ -251,10 +252,10 @@ class CudaGraphs:
         self._wait_for_last()
         static = [_same_layout(x).copy_(x) if isinstance(x, torch.Tensor) else x for x in inputs]
         with torch.cuda.device(device):
-            if any(self._recorded.values()):  # libraries are set up, and the first graph was checked
+            if any(self._recorded.values()):  # libraries are initialized, and the first graph was checked
                 try:
                     return _Recorded.of(*self._captured(static, device))
-                except RuntimeError:  # a kernel that this shape alone needs may have to be loaded first
+                except RuntimeError:  # a kernel for this shape may have to be loaded first
                     torch.cuda.synchronize(device)
             state = torch.cuda.get_rng_state(device)
             expected = self._warmed_up(static, device)
@@ -265,7 +266,7 @@ class CudaGraphs:
         return _Recorded.of(graph, static, results)
 
     def _warmed_up(self, inputs: list[Any], device: torch.device) -> list[Any]:
-        """What a plain run gives, after which libraries are set up and have chosen their kernels."""
+        """The results of a run without a graph, in which libraries initialize and choose kernels."""
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(device)
         side.wait_stream(current)
@@ -279,11 +280,11 @@ class CudaGraphs:
     def _captured(
         self, inputs: list[Any], device: torch.device
     ) -> tuple[torch.cuda.CUDAGraph, list[Any], list[Any]]:
-        """A graph of one run, and what it reads and writes."""
+        """A graph of one run, with its inputs and results."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            # Products keep working memory for each stream. On one where none ran yet it is taken from the
-            # graph's own memory; another's could be given back while the graph still writes to it, as
+            # Matrix products have working memory for each stream. On a new stream, it is taken from the
+            # graph's own memory. That of another stream could be released while the graph still uses it, as
             # torch.compile does for all streams whenever it records a graph.
             self._recording = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         assert self._recording is not None
@@ -294,21 +295,21 @@ class CudaGraphs:
         self._wait_for_last()
         _copy([to for _, to in recorded.inputs], [inputs[place] for place, _ in recorded.inputs])
         recorded.graph.replay()
-        made = recorded.made
+        results = recorded.made
         if not self._static:
-            made = [_same_layout(x) for x in made]
-            _copy(made, recorded.made)
+            results = [_same_layout(x) for x in results]
+            _copy(results, recorded.made)
         self._meanwhile()
         return [
-            made[place] if place is not None else plain if given is None else inputs[given]
-            for given, place, plain in recorded.results
+            results[place] if place is not None else plain if index is None else inputs[index]
+            for index, place, plain in recorded.results
         ]
 
 
 def captured(
     run: Callable[[], Result], stream: torch.cuda.Stream, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A graph of what `run` launches, and what it returns; its memory is the pool's.
+    """A graph of the kernels that `run` launches, with memory of the pool, and the result of `run`.
 
     `torch.cuda.graph` would also empty torch's cache of memory, which takes 50 ms.
     """
@@ -321,8 +322,8 @@ def captured(
             finally:
                 graph.capture_end()
         except Exception:
-            # A capture that fails leaves torch's generator inside it, so that the next random number of
-            # anybody would be an error (torch 2.11). One that succeeds takes it out.
+            # A failed capture leaves torch's generator in capturing state, so the next random number raises
+            # an error (torch 2.11). A capture that succeeds resets it.
             torch.cuda.synchronize()
             clean, something = torch.cuda.CUDAGraph(), torch.empty((), device="cuda")
             clean.capture_begin()
@@ -333,7 +334,7 @@ def captured(
 
 
 def _check(graph: torch.cuda.CUDAGraph, results: list[Any], expected: list[Any]) -> None:
-    """A graph that answers differently from the run it recorded is not used."""
+    """Raise RuntimeError if a graph answers differently from the run that it recorded."""
     graph.replay()
     pairs = [pair for pair in zip(results, expected, strict=True) if _is_tensor(pair[0])]
     wrong = disagreement([answer for answer, _ in pairs], [truth for _, truth in pairs])

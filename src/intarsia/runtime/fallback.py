@@ -1,7 +1,6 @@
-"""A program that may fail at a call: PyTorch answers that call, and all later ones.
+"""A program that may fail at a call: PyTorch answers this call and all later ones.
 
-An engine that fails at a call is left for good only after PyTorch has answered: where PyTorch fails too, the
-call is at fault.
+PyTorch takes over for good only if it has answered. If it fails too, the call is the cause.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def has_empty(inputs: Iterable[Any]) -> bool:
-    """Whether a tensor among these has no elements."""
+    """Whether one of these tensors has no elements."""
     return any(isinstance(value, torch.Tensor) and not value.numel() for value in inputs)
 
 
 class UnlessEmpty:
-    """A program for calls whose tensors all have elements, and PyTorch for the others."""
+    """A program for calls whose tensors all have elements; PyTorch answers the others."""
 
     def __init__(self, program: Program, otherwise: Program) -> None:
         self.program: Program = program
@@ -38,15 +37,15 @@ class UnlessEmpty:
         return self.otherwise(*inputs) if has_empty(inputs) else self.program(*inputs)
 
 
-Made = tuple[torch.dtype, torch.Size | None]  # dtype of a result, and its shape where that is fixed
+ResultType = tuple[torch.dtype, torch.Size | None]  # dtype of a result, and its shape if it is fixed
 
 
 class Origin:
-    """What a program was made of, so that it can be made again.
+    """The piece that a program was built from, so that it can be built again.
 
-    The piece as a `module`, and what a network engine was given, converted and rewritten, as a `network`;
-    each may be given as a function that makes it when it is asked for. With `only_full`, calls with an empty
-    tensor are left to PyTorch.
+    `module` is the piece, and `network` is its network, converted and rewritten, for an engine that reads
+    networks. Each may be a function that is called at the first access. With `only_full`, PyTorch answers
+    calls with an empty tensor.
     """
 
     def __init__(
@@ -70,14 +69,14 @@ class Origin:
 
 
 class WithFallback:
-    """A piece on an engine; from the first call on at which the engine fails, the same piece in PyTorch."""
+    """A piece on an engine. From the first call at which the engine fails, PyTorch runs the piece."""
 
     def __init__(
         self,
         program: Program,
         otherwise: Program,
         engine: str,
-        makes: Sequence[Made | None],
+        types: Sequence[ResultType | None],
         fresh: bool,
         origin: Origin | None = None,
         strict: bool = False,
@@ -85,11 +84,11 @@ class WithFallback:
         self.program: Program = program
         self.otherwise: Program = otherwise
         self.engine: str = engine
-        self.failure: str | None = None  # what went wrong, once it has
-        self.makes: tuple[Made | None, ...] = tuple(makes)
+        self.failure: str | None = None  # why the engine failed
+        self.types: tuple[ResultType | None, ...] = tuple(types)
         self.origin = origin
-        self.strict = strict  # whether PyTorch may not answer: everything was to be compiled
-        self.fresh = fresh  # whether results never lie in what the program was given
+        self.strict = strict  # whether PyTorch must not answer (`require_full_compilation`)
+        self.fresh = fresh  # whether results never share memory with the inputs
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self.failure is not None:
@@ -97,7 +96,7 @@ class WithFallback:
         results: tuple[Any, ...] = ()
         try:
             results = self.program(*inputs)
-            reason = self._unlike(results)
+            reason = self._mismatch(results)
             if reason is None:
                 return results
         except Exception as error:
@@ -107,8 +106,8 @@ class WithFallback:
             raise EngineError(f"{self.engine} failed at a call ({reason}), and {why}")
         # If PyTorch fails too, the call is the cause, and its error is raised.
         answer = self.otherwise(*inputs)
-        # Export takes `x[:1]` to have a row, also of sizes that may be 0: then the graph is at fault.
-        if self.failure is None and makes_of(results) != makes_of(answer):
+        # Export assumes that `x[:1]` has a row, also for sizes that may be 0. Then the graph is the cause.
+        if self.failure is None and types_of(results) != types_of(answer):
             self.failure = reason
             warnings.warn(
                 f"{self.engine} failed at a call ({reason}); PyTorch runs this segment from now on",
@@ -116,39 +115,37 @@ class WithFallback:
             )
         return answer
 
-    def _unlike(self, results: Sequence[Any]) -> str | None:
-        if len(results) != len(self.makes):
-            return f"it gives {len(results)} results where PyTorch gives {len(self.makes)}"
-        for number, (result, expected) in enumerate(zip(results, self.makes)):  # noqa: B905
+    def _mismatch(self, results: Sequence[Any]) -> str | None:
+        if len(results) != len(self.types):
+            return f"it gives {len(results)} results where PyTorch gives {len(self.types)}"
+        for number, (result, expected) in enumerate(zip(results, self.types)):  # noqa: B905
             if expected is None:
                 continue
             if not isinstance(result, torch.Tensor):
                 return f"result {number} is a {type(result).__name__}, not a tensor"
             dtype, shape = expected
             if result.dtype is not dtype or (shape is not None and result.shape != shape):
-                wanted = "" if shape is None else f" {tuple(shape)}"
-                return (
-                    f"result {number} is {result.dtype} {tuple(result.shape)}; PyTorch makes {dtype}{wanted}"
-                )
+                size = "" if shape is None else f" {tuple(shape)}"
+                return f"result {number} is {result.dtype} {tuple(result.shape)}; PyTorch makes {dtype}{size}"
         return None
 
     def direct(self, shapes: Sequence[tuple[int, ...]]) -> Callable[..., torch.Tensor] | None:
-        """The program's own short way, where it has one."""
+        """The program's own shortcut, if it has one."""
         make = getattr(self.program, "direct", None)
         return None if make is None else make(shapes)
 
 
 def with_fallback(
-    program: Program, origin: Origin, makes: Sequence[Made | None], *, strict: bool = False
+    program: Program, origin: Origin, types: Sequence[ResultType | None], *, strict: bool = False
 ) -> WithFallback:
-    """A program that PyTorch answers for where it may not, will not or cannot; never if it is `strict`."""
+    """A program with PyTorch for calls that it refuses or fails at; without it if `strict`."""
     in_pytorch = InPyTorch(origin)
     if isinstance(program, GuardedProgram) and not strict:
         program.otherwise = in_pytorch
     if origin.only_full:
         program = UnlessEmpty(program, _refuse_empty if strict else in_pytorch)
     fresh = isinstance(origin.engine, NetworkEngine)
-    return WithFallback(program, in_pytorch, origin.engine.name, makes, fresh, origin, strict)
+    return WithFallback(program, in_pytorch, origin.engine.name, types, fresh, origin, strict)
 
 
 def _refuse_empty(*_: Any) -> tuple[Any, ...]:
@@ -156,7 +153,7 @@ def _refuse_empty(*_: Any) -> tuple[Any, ...]:
 
 
 class InPyTorch:
-    """A piece in PyTorch in place of an engine: results lie in memory of their own, as an engine's do."""
+    """A piece in PyTorch, whose results have memory of their own, as an engine's do."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
@@ -164,7 +161,7 @@ class InPyTorch:
     @cached_property
     def _ownership(self) -> Ownership:
         module = self._origin.module
-        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+        returned: Any = module.graph.output_node().args[0]
         return Ownership(constants_of(module), [], [False] * len(returned))
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -172,11 +169,11 @@ class InPyTorch:
             return tuple(self._ownership.own(tuple(self._origin.module(*inputs)), inputs))
 
 
-def makes_of(outputs: Sequence[Any]) -> list[Made | None]:
-    """Dtype and fixed shape of each output, from the graph's fake values; None for what is not a tensor."""
-    return [_made(value) if isinstance(value, torch.Tensor) else None for value in outputs]
+def types_of(outputs: Sequence[Any]) -> list[ResultType | None]:
+    """Dtype and fixed shape of each output, from tensors or fake tensors; None for other values."""
+    return [_type_of(value) if isinstance(value, torch.Tensor) else None for value in outputs]
 
 
-def _made(value: torch.Tensor) -> Made:
+def _type_of(value: torch.Tensor) -> ResultType:
     fixed = all(isinstance(size, int) for size in value.shape)
     return value.dtype, torch.Size(value.shape) if fixed else None

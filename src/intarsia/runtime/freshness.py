@@ -1,12 +1,12 @@
-"""Whether what a program was made of is still as it was: weights, modules, hooks, modes and plain attributes.
+"""Whether a model is as it was when it was compiled: weights, modules, hooks, modes and plain attributes.
 
-    contents     torch's count of changes, at every call
-                 steps of optimizers, at every call: fused ones write without raising the count (torch 2.13)
-                 a sample of each weight's bytes, in turns: torch does not count writes by `p.data` or numpy
-    structure    a weight that was replaced, a module, a hook, a mode, an attribute: in turns, or all at once
+    contents     torch's version counters, at every call
+                 steps of optimizers, at every call: fused ones do not count their writes (torch 2.13)
+                 samples of each weight's bytes, in turns: torch does not count writes by `p.data` or numpy
+    structure    a replaced weight, a module, a hook, a mode, an attribute: in turns, or all at once
 
-Samples are read on the CPU only: on a GPU, a call would have to wait for its kernels. What follows from a
-change is up to who asks: a compiled module raises or warns, a tuned one runs its own forward, the backend
+Samples are read on the CPU alone, since on a GPU a call would wait for its kernels. The caller decides what
+follows from a change: a compiled module raises or warns, a tuned one runs its own forward, the backend
 compiles again.
 """
 
@@ -24,44 +24,47 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from intarsia.errors import some_of
 from intarsia.plain_tensors import plain_tensors
 from intarsia.runtime.settings import Attributes, Settings, Table, attributes_of
 
 _T = TypeVar("_T")
 
-# torch's count of in-place changes; it has no public name. A tensor made in inference mode keeps none.
+# torch's counter of in-place changes, which has no public name. A tensor made in inference mode has none.
 VERSION = attrgetter("_version")
 
-# Everything is looked at within so many calls. Of 262 weights, an eighth takes 15 us and all take 120 us.
+# Everything is checked within this many calls. Of 262 weights, an eighth takes 15 us, and all take 120 us.
 TURNS = 8
-_LEAST = 3  # weights and modules looked at together, at least
-_WORDS = 64  # of four bytes, read of a weight: 0.3 us
+_LEAST = 3  # the smallest number of weights and modules that are checked together
+_WORDS = 64  # of four bytes that are sampled of a weight, which takes 0.3 us
+# A large weight is sampled in few places: where a file is mapped, Linux maps 64 KB around each.
+_RUNS, _LARGE = 4, 1 << 18
 
 _ROOT = "the model itself"
 
-# transformers hooks a model's layers when it first runs; they do something where hidden states are asked for.
+# transformers adds hooks to a model's layers at its first run; they act only if hidden states are requested.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
 
 
 class Kind(Enum):
-    """What became of something, as a clause that follows its name."""
+    """The kind of a change, as a clause that follows the name of what changed."""
 
     WRITTEN = "was written to"
     REPLACED = "was replaced"
-    MODULES = "holds other modules than when compiled"
-    HOOK = "has a hook that it had not when compiled"
-    MODE = "is in another mode (training) than when compiled"
-    SETTING = "is another than when compiled"
+    MODULES = "has other modules than when it was compiled"
+    HOOK = "has a hook that was added after compiling"
+    MODE = "has another training mode than when it was compiled"
+    SETTING = "has another value than when it was compiled"
 
     @property
     def is_final(self) -> bool:
-        """Whether the program will not fit again: hooks and settings may come back."""
+        """Whether the program can never fit again. Hooks and settings may be restored."""
         return self in (Kind.WRITTEN, Kind.REPLACED, Kind.MODULES)
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that is not as it was; of weights that were written to, all names."""
+    """A change of the model. `names` are all weights that were written to, or what else changed."""
 
     kind: Kind
     names: tuple[str, ...]
@@ -71,18 +74,13 @@ class Change:
 
     @property
     def what(self) -> str:
-        """The first names.
-
-        >>> Change(Kind.WRITTEN, ("a", "b", "c", "d")).what
-        'a, b, c and 1 more'
-        """
-        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
-        return ", ".join(self.names[:3]) + more
+        """The first names, as text."""
+        return some_of(self.names)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that a program was made of, its name, and the table of a module that holds it, if one does."""
+    """A tensor that was compiled, with its name, and its place in a module's table if it has one."""
 
     name: str
     tensor: torch.Tensor
@@ -102,11 +100,11 @@ def weights_of(model: nn.Module) -> Iterator[Weight]:
 
 
 class Freshness:
-    """What a program was made of, and whether it is fresh, or why not.
+    """The weights and modules that a program was compiled from, and whether they have changed.
 
-    The modules of `root` are watched with the weights. A program that stands `in_place` of the root's forward
-    runs within the root's own hooks, and depends on the modes of modules. The model is not kept alive; `gone`
-    is called when a weight is no more.
+    The modules of `root` are watched, too. A program that is `in_place` of the root's forward runs within the
+    root's own hooks, and depends on the modes of modules. The model is not kept alive; `gone` is called when
+    a weight is deleted.
     """
 
     def __init__(
@@ -119,12 +117,12 @@ class Freshness:
     ) -> None:
         self._weights = [_Watched(weight, gone) for weight in weights]
         self._counted = [part for weight in self._weights for part in weight.counted]
-        self._total = sum(map(VERSION, self._counted))  # counts only grow, so the sum is enough
-        self._stepped: set[int] = set()  # weights that an optimizer has stepped on
-        self._at: dict[int, list[int]] = {}  # weights by their storages
+        self._total = sum(map(VERSION, self._counted))  # counters only grow, so the sum suffices
+        self._stepped: set[int] = set()  # weights that an optimizer has updated
+        self._by_storage: dict[int, list[int]] = {}
         for place, weight in enumerate(self._weights):
             for part in weight.parts:
-                self._at.setdefault(part.untyped_storage().data_ptr(), []).append(place)
+                self._by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(place)
         modules = [] if root is None else list(root.named_modules())
         attributes = [] if root is None else list(attributes_of(root, in_place=in_place))
         turns = max(1, min(TURNS, max(len(self._weights), len(modules)) // _LEAST))
@@ -143,7 +141,7 @@ class Freshness:
         _watching.add(self)
 
     def contents_change(self, *, thorough: bool = False) -> Change | None:
-        """Weights that were written to: all are counted, and those of this turn, or all, are sampled."""
+        """The weights that were written to: all are counted; those of this turn, or all, are sampled."""
         is_fresh = not self._stepped and sum(map(VERSION, self._counted)) == self._total
         if thorough:
             is_fresh = is_fresh and all(share.is_sampled_alike() for share in self._shares)
@@ -157,11 +155,11 @@ class Freshness:
         return Change(Kind.WRITTEN, tuple(names))
 
     def advance(self) -> None:
-        """Take the next turn."""
+        """Go to the next turn."""
         self._turn = self._turn + 1 if self._turn + 1 < len(self._shares) else 0
 
     def structure_change(self, *, thorough: bool = False) -> Change | None:
-        """The first thing of this turn, or of all, that was replaced or set otherwise."""
+        """The first change of structure in this turn, or in all of them."""
         for share in self._shares if thorough else (self._shares[self._turn],):
             change = share.change()
             if change is not None:
@@ -169,7 +167,7 @@ class Freshness:
         return None
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the weights, in their order, where they were in memory."""
+        """Whether these tensors are the weights, in their order and at their memory addresses."""
         start = 0
         for share in self._shares:
             if not share.holds(tensors[start : start + len(share.weights)]):
@@ -178,17 +176,17 @@ class Freshness:
         return True
 
     def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The places of those of `tensors` that are not the weights, or were written to."""
+        """The places of those `tensors` that are not the weights, or were written to."""
         pairs = enumerate(zip(self._weights, tensors, strict=True))
         return [i for i, (w, now) in pairs if i in self._stepped or not w.holds(now) or w.is_written()]
 
     def note_step(self, storages: set[int]) -> None:
-        """An optimizer has written to these storages."""
-        for storage in storages & self._at.keys():
-            self._stepped.update(self._at[storage])
+        """Record that an optimizer has written to these storages."""
+        for storage in storages & self._by_storage.keys():
+            self._stepped.update(self._by_storage[storage])
 
     def forget(self) -> None:
-        """Release the modules: the model is gone, so nothing of it can change."""
+        """Release the modules, when the model is deleted."""
         for share in self._shares:
             share.forget()
 
@@ -206,7 +204,7 @@ def _part(items: Sequence[_T], turn: int, turns: int) -> Sequence[_T]:
 
 
 class _Watched:
-    """A weight, and the data that show whether its contents have changed."""
+    """A weight, with the data that show whether its contents have changed."""
 
     def __init__(self, weight: Weight, gone: Callable[[object], None] | None) -> None:
         tensor = weight.tensor
@@ -215,9 +213,9 @@ class _Watched:
         self.ref = weakref.ref(tensor, gone)
         own = plain_tensors(tensor)
         self.is_plain = len(own) == 1 and own[0] is tensor
-        self.parts = [part.detach() for part in own]  # a detached one shares memory and count
+        self.parts = [part.detach() for part in own]  # a detached tensor shares memory and counter
         self.addresses = [part.data_ptr() for part in self.parts]
-        # What is written to a subclass is counted in the whole, not in its parts.
+        # A write to a subclass counts at the subclass, not at its parts.
         wholes = self.parts if self.is_plain else [tensor.detach(), *self.parts]
         self.counted = [part for part in wholes if not part.is_inference()]
         self._counts = [VERSION(part) for part in self.counted]
@@ -225,19 +223,19 @@ class _Watched:
         self.values = [sample.tobytes() for sample in self.samples]
 
     def holds(self, tensor: torch.Tensor | None) -> bool:
-        """Whether this is the weight, at the same place in memory."""
+        """Whether a tensor is the weight, at the same memory address."""
         if tensor is None or tensor is not self.ref():
             return False
         return [part.data_ptr() for part in plain_tensors(tensor)] == self.addresses
 
     def is_written(self) -> bool:
-        """Whether its contents are others, by torch's count or by the sample."""
+        """Whether the contents have changed, by torch's counter or by the samples."""
         values = [sample.tobytes() for sample in self.samples]
         return [VERSION(part) for part in self.counted] != self._counts or values != self.values
 
 
 class _Share:
-    """What is looked at in one turn. One look is a few comparisons of lists, at the speed of C."""
+    """The checks of one turn: a few comparisons of lists, which run in C."""
 
     def __init__(
         self,
@@ -251,7 +249,7 @@ class _Share:
         self._addresses = [weight.addresses[0] for weight in weights if weight.is_plain]
         self._samples = [sample for weight in weights for sample in weight.samples]
         self._values = [value for weight in weights for value in weight.values]
-        # Weights that no module has registered have no place: they are where they were as long as they live.
+        # A weight that no module has registered has no place, and cannot be replaced.
         places = [weight.place for weight in weights]
         self._places = places if any(place is not None for place in places) else []
         self._modules = modules if in_place else []
@@ -272,7 +270,7 @@ class _Share:
         return [sample.tobytes() for sample in self._samples] == self._values
 
     def holds(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether these are the weights, where they lay."""
+        """Whether these tensors are the weights, at their memory addresses."""
         if not all(map(is_, tensors, map(call, self._refs))):
             return False
         if len(self._addresses) == len(self.weights):
@@ -317,12 +315,12 @@ class _Share:
 
 
 def _user_hooks(table: dict[int, Any]) -> int:
-    """How many hooks there are, without those that wait for a call which no program answers."""
+    """The number of hooks, without those of transformers that act only for calls without a program."""
     return sum(getattr(hook, "__module__", "") != _IDLE_HOOKS for hook in table.values())
 
 
 def _samples(part: torch.Tensor) -> list[Any]:
-    """Some of a tensor's memory as an array of numpy, or nothing where reading it has to wait."""
+    """A sample of a tensor's memory as a numpy array; nothing if reading would have to wait."""
     if part.device.type != "cpu" or part.layout is not torch.strided or not part.numel():
         return []
     storage, start = part.untyped_storage(), part.storage_offset() * part.element_size()
@@ -332,11 +330,14 @@ def _samples(part: torch.Tensor) -> list[Any]:
     if len(octets) < 4 * _WORDS:
         return [octets]
     words = octets[: len(octets) // 4 * 4].view("u4")
-    # An odd step: one that divides a row's length would read the same column of every row.
-    return [words[:: len(words) // _WORDS | 1]]
+    # The step is odd: one that divides the length of a row would read the same column of every row.
+    if len(octets) < _LARGE:
+        return [words[:: len(words) // _WORDS | 1]]
+    step = len(words) // _RUNS - 1 | 1
+    return [words[: _RUNS * step].reshape(_RUNS, step)[:, : _WORDS // _RUNS]]
 
 
-# Optimizers' steps. torch calls the hook after each step of each optimizer of the process.
+# Steps of optimizers: torch calls the hook after every step of every optimizer in the process.
 
 _watching: weakref.WeakSet[Freshness] = weakref.WeakSet()
 

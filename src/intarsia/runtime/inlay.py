@@ -1,4 +1,4 @@
-"""Programs in the order they run, and the values they hand to each other."""
+"""The programs of a graph in the order they run, and the values that pass between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from intarsia.tracing import is_traced, segment_name, traced
 
 @dataclass(frozen=True)
 class Assembly:
-    """A graph in pieces: the plan, each piece with its program in the order they run, plans of bodies."""
+    """A graph in pieces: the plan, each piece with its program in the order they run, and plans of bodies."""
 
     plan: Plan
     pieces: Sequence[Piece]
@@ -26,7 +26,7 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Step:
-    """One program: the slots it reads, the slots it fills, the slots nobody reads after it."""
+    """One program, the slots it reads, the slots it writes, and those that no later program reads."""
 
     program: Program
     reads: tuple[int, ...]
@@ -35,12 +35,12 @@ class Step:
 
 
 class Inlay(nn.Module):
-    """The pieces of one graph as one function: its inputs in order, what it returns as it returns it."""
+    """The pieces of one graph as one function, with the inputs and results of the graph."""
 
     def __init__(self, graph: fx.Graph, pieces: Sequence[Piece], programs: Sequence[Program]) -> None:
         super().__init__()
         self.graph: fx.Graph = graph
-        self.pieces: tuple[Piece, ...] = tuple(pieces)  # what it was made of
+        self.pieces: tuple[Piece, ...] = tuple(pieces)
         slots: dict[fx.Node, int] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -52,17 +52,17 @@ class Inlay(nn.Module):
             for node in piece.outputs:
                 slots.setdefault(node, len(slots))
             borders.append((reads, tuple(slots[node] for node in piece.outputs)))
-        items: Any = next(iter(reversed(graph.nodes))).args[0]
+        items: Any = graph.output_node().args[0]
         self._single = not isinstance(items, list | tuple)
         flat = [items] if self._single else list(items)
-        # What is returned: a slot's value, or (slot None) a plain value of the graph itself.
+        # Each result: a slot, or None with a plain value.
         self.returned: tuple[tuple[int, None] | tuple[None, Any], ...] = tuple(
             (slots[item], None) if isinstance(item, fx.Node) else (None, item) for item in flat
         )
         self.steps: tuple[Step, ...] = _steps(borders, programs, {slot for slot, _ in self.returned})
         self._labels = [segment_name(i, piece.segment.engine) for i, piece in enumerate(pieces)]
         self._rest = [None] * (len(slots) - self._inputs)
-        # One program that takes the inputs as they come and makes the results as they go: call it directly.
+        # One program with the graph's inputs and results is called directly.
         self.whole: Program | None = None
         if len(self.steps) == 1:
             step = self.steps[0]
@@ -102,6 +102,6 @@ def _steps(
     steps = []
     for number, ((reads, writes), program) in enumerate(zip(borders, programs, strict=True)):
         frees = tuple(s for s in dict.fromkeys((*reads, *writes)) if last[s] == number and s not in returned)
-        # The last step's values go with the call; clearing them one by one would only cost time.
+        # After the last step, all values are released together, which is faster.
         steps.append(Step(program, reads, writes, frees if number + 1 < len(borders) else ()))
     return tuple(steps)

@@ -1,7 +1,7 @@
-"""Who owns which memory: what a call returns is the caller's, whatever PyTorch let it share.
+"""Ownership of memory: which results must be copied so that the caller owns them.
 
-Copies removed, constants folded and equal work done once may make a result share memory that the model's
-result does not. Such a result is copied.
+Where the graph removed a copy, folded a constant or merged equal nodes, a result may share memory that the
+model's result does not share. Such a result is copied.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ from torch import nn
 from intarsia.errors import InputError
 from intarsia.plain_tensors import plain_tensors
 
-Place = tuple[int, torch.device]  # where a storage begins
+Place = tuple[int, torch.device]  # the address of a storage, and its device
 
 
 def storages_of(value: Any) -> list[Place]:
-    """The storages of a tensor: several for a decomposed one, none for one without elements."""
+    """The storages of a tensor: several for a tensor subclass with parts, none for an empty tensor."""
     if not isinstance(value, torch.Tensor):
         return []
     return [(part.untyped_storage().data_ptr(), part.device) for part in plain_tensors(value) if part.numel()]
 
 
 def constants_of(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors a graph holds, those of its bodies included: frozen weights and folded constants."""
-    held = [
+    """The tensors of a graph and its bodies: frozen weights and folded constants."""
+    values = [
         value
         for part in module.modules()
         for table in (part._parameters, part._buffers, part.__dict__)
         for value in table.values()
     ]
-    return [value for value in held if isinstance(value, torch.Tensor)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 class Ownership:
-    """Copies results that lie in an input, a weight, a buffer or another result.
+    """Copies results that share memory with an input, a weight, a buffer or another result.
 
-    A copy removed from the graph, a constant folded, equal work done once: each may make a result share
-    memory that it does not share in the model. Results of engines are fresh; the others are looked at.
+    Results of engines are fresh; only the others are checked.
     """
 
     def __init__(
@@ -52,28 +51,29 @@ class Ownership:
         self._shared = [index for index, is_fresh in enumerate(fresh) if not is_fresh]
 
     def own(self, results: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        """The results, each in memory of its own."""
+        """The results, each with memory of its own."""
         if not self._shared:
             return results
-        held = (*inputs, *self._buffers, *(results[index] for index in self._fresh))
-        taken = {place for value in held for place in storages_of(value)} | self._constants
-        settled = list(results)
+        values = (*inputs, *self._buffers, *(results[index] for index in self._fresh))
+        used = {place for value in values for place in storages_of(value)} | self._constants
+        owned = list(results)
         for index in self._shared:
-            places = storages_of(settled[index])
-            if not taken.isdisjoint(places):
-                settled[index] = settled[index].clone()
-            taken.update(places)
-        return settled
+            places = storages_of(owned[index])
+            if not used.isdisjoint(places):
+                owned[index] = owned[index].clone()
+            used.update(places)
+        return owned
 
     def check_written(
         self, written: Sequence[tuple[str, torch.Tensor]], others: Sequence[tuple[str, Any]]
     ) -> None:
-        """InputError where a tensor that the model writes to shares memory with something else it reads."""
+        """InputError if a tensor that the model writes to shares memory with another input or a weight."""
         everything = [*others, *(("a buffer of the model", buffer) for buffer in self._buffers)]
         for name, target in written:
             if not self._constants.isdisjoint(storages_of(target)):
                 raise InputError(
-                    f"input {name} is written to by the model and lies in one of its weights; pass a copy"
+                    f"input {name} is written to by the model and shares memory with one of its weights;"
+                    " pass a copy"
                 )
             for other, value in everything:
                 if value is not target or other != name:
@@ -88,13 +88,12 @@ def _check_apart(name: str, target: torch.Tensor, other: str, value: Any) -> Non
     if low < end and start < high:
         raise InputError(
             f"input {name} is written to by the model and shares memory with {other}: the compiled module"
-            f" would not"
-            " see the change; pass a copy"
+            " would not see the change; pass a copy"
         )
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
+    """The range of a tensor's bytes in its storage."""
     size = tensor.element_size()
     reach = sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * size

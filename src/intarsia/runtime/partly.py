@@ -1,4 +1,4 @@
-"""A model that could not be captured whole: some of its submodules are compiled, the rest runs as it is."""
+"""A model that could not be captured as a whole: some of its submodules are compiled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from intarsia.runtime.weights import warn_of_change
 
 @dataclass(frozen=True)
 class PartsPlan:
-    """What runs where: the plan of each compiled submodule by path, and why there is none of the whole."""
+    """The plan of each compiled submodule by path, and why the model has no plan as a whole."""
 
     parts: Mapping[str, Plan]
     reason: str
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The engines that run something, PyTorch among them."""
+        """The engines in use, including PyTorch."""
         return tuple(dict.fromkeys([*(e for plan in self.parts.values() for e in plan.engines), "pytorch"]))
 
     def __len__(self) -> int:
@@ -36,22 +36,22 @@ class PartsPlan:
 
     def __str__(self) -> str:
         plans = [f"{path}: {plan}" for path, plan in self.parts.items()]
-        what = f"{len(self.parts)} of its modules are compiled" if self.parts else "nothing of it is compiled"
+        what = f"{len(self.parts)} of its modules are compiled" if self.parts else "no part of it is compiled"
         return "\n".join([f"Not captured as a whole, {what}; the rest runs as it is. {self.reason}", *plans])
 
 
 class PartForward:
-    """The `forward` of a compiled submodule; calls it was not compiled for go to the module's own.
+    """The `forward` of a compiled submodule. Calls without a program use the module's own forward.
 
-    Simpler than `PlacedForward`: the module is a copy that nobody else calls, hooks or trains, and weights
-    that are stale are an error here, as they are for a model that was compiled whole.
+    This is simpler than `PlacedForward`: the module is a copy that nothing else calls, hooks or trains, and
+    stale weights are an error, as for a model that was compiled as a whole.
     """
 
     def __init__(self, path: str, compiled: Compiled, otherwise: Callable[..., Any]) -> None:
         self.path: str = path
         self.compiled: Compiled = compiled
         self.otherwise: Callable[..., Any] = otherwise
-        self.refused: str | None = None  # why the first such call was not for the compiled module
+        self.refused: str | None = None  # why the first call used the module's own forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -64,10 +64,10 @@ class PartForward:
 
 
 class PartlyCompiled(nn.Module):
-    """A model in evaluation, some of whose submodules run on engines; call it like the model.
+    """A model some of whose submodules run on engines. Call it like the model; it computes as in evaluation.
 
-    `parts` are the compiled submodules by path, `plan` their plans, and `notes` say what is not compiled and
-    why. Weights are the model's own; its Python attributes are copies.
+    `parts` are the compiled submodules by path, `plan` has their plans, and `notes` say what is not compiled
+    and why. The weights are the model's own; its Python attributes are copies.
 
     >>> import intarsia
     >>> class Steps(nn.Module):
@@ -88,19 +88,19 @@ class PartlyCompiled(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        # What becomes of the model that this one is a copy of; a weight that is written to is shared.
+        # Watches the original model: this one is a copy, which shares its weights.
         self._freshness: Freshness | None = None
         if original is not None and not isinstance(original, torch.jit.ScriptModule):
             self._freshness = Freshness(weights_of(original), original)
         self.parts: dict[str, Compiled] = dict(parts)
         self.plan: PartsPlan = PartsPlan({path: part.plan for path, part in parts.items()}, reason)
-        self.own_notes: tuple[str, ...] = tuple(notes)  # those that are not a part's
+        self.own_notes: tuple[str, ...] = tuple(notes)  # without those of the parts
         # TorchScript's modules cannot be copied in evaluation mode.
         self._switch_mode = any(module.training for module in model.modules())
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know."""
+        """Further information for the user."""
         return (
             *self.own_notes,
             *(f"{path}: {note}" for path, part in self.parts.items() for note in part.notes),
@@ -137,11 +137,11 @@ class PartlyCompiled(nn.Module):
         return self
 
     def share_memory(self) -> PartlyCompiled:
-        """Engines hold memory of their own; an error that says what to do."""
+        """Raise InputError, since engines have memory of their own."""
         raise InputError(NOT_SHARED)
 
     def uncompiled(self) -> nn.Module:
-        """The model without its compiled parts, in evaluation; weights are shared."""
+        """The model without its compiled parts, in evaluation; its weights are shared."""
         copy = shared_copy(self.model)
         for path in self.parts:
             module = copy.get_submodule(path)
@@ -157,10 +157,10 @@ class PartlyCompiled(nn.Module):
 def assembled(
     model: nn.Module, parts: Mapping[str, Compiled], notes: Sequence[str], reason: str
 ) -> PartlyCompiled:
-    """A copy of the model, which shares its weights, with compiled modules in place of some of its own."""
+    """A copy of the model that shares its weights, with compiled modules in place of submodules."""
     copy = shared_copy(model)
     for path, part in parts.items():
         module = copy.get_submodule(path)
-        # The module keeps its class, attributes and children: whoever asks for its weight or length finds it.
+        # The module keeps its class, attributes and children, which other code may read.
         module.__dict__["forward"] = PartForward(path, part, module.forward)
     return PartlyCompiled(copy, parts, notes, reason, model)

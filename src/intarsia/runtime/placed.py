@@ -1,6 +1,7 @@
-"""A module's `forward` with compiled programs in its place, and the way back.
+"""A module's `forward` that compiled programs replace, and restoring it.
 
-`forward` is replaced and not the module: pipelines ask their modules for `config`, `dtype` and `device`.
+`forward` is replaced and not the module, since pipelines read `config`, `dtype` and `device` of their
+modules.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from intarsia.runtime.settings import Replacement
 
 
 class PlacedForward(Replacement):
-    """The `forward` of a module: a compiled program where one fits the call, else the module's own.
+    """The `forward` of a module: a compiled program if one fits the call; otherwise the module's own.
 
-    Only `forward` is replaced, so the module keeps its class, attributes, children and hooks. Its own forward
-    runs in training, under autocast, where gradients are wanted, for calls of other kinds, while a module
-    inside is hooked, in another mode or set otherwise, and from when on one is replaced or a weight written
-    to (`Freshness`). A warning says why, once for each reason. Generation has an `answer` of its own.
+    Only `forward` is replaced, so the module keeps its class, attributes, children and hooks. The module's
+    own forward runs in training, under autocast, if gradients are needed, and for calls without a program. It
+    also runs while a module inside has a new hook, mode or setting, and from the moment at which a module is
+    replaced or a weight written to (`Freshness`). A warning gives each reason once. Generation overrides
+    `answer`.
     """
 
-    asks_weights = False  # whether gradients are wanted wherever they are enabled, or only of inputs
+    asks_weights = False  # whether gradients are needed wherever they are enabled, or only for inputs
 
     def __init__(
         self,
@@ -47,22 +49,22 @@ class PlacedForward(Replacement):
         self.path: str = path
         self.module: nn.Module = module
         self.own: Callable[..., Any] = module.forward
-        self._before = vars(module).get("forward")  # one that was put there, by us or by others
-        functools.update_wrapper(self, self.own, updated=())  # others ask what forward takes
+        self._before = vars(module).get("forward")  # a forward that was set on the module before
+        functools.update_wrapper(self, self.own, updated=())  # other code reads the signature of forward
         self.__signature__: inspect.Signature = inspect.signature(self.own)
         self.__code__: Any | None = getattr(self.own, "__code__", None)
         self.programs: list[Compiled | PartlyCompiled] = list(programs)
-        # Of each program, a call that it was tried on.
+        # For each program, a call that it was compared on.
         self.examples: dict[int, Call | None] = dict(zip(map(id, programs), examples, strict=False))
-        self.runs: dict[str, int] = {"own": 0}  # calls by who answered them
+        self.runs: dict[str, int] = {"own": 0}  # the number of calls by what answered them
         self.enabled: bool = True
-        self.refused: str | None = None  # why a call went to the module's own forward, the last reason
-        self._reasons: set[str] = set()  # all of them, without numbers
+        self.refused: str | None = None  # the last reason for a call of the module's own forward
+        self._reasons: set[str] = set()  # all reasons, without numbers
         self._freshness = Freshness(weights_of(module), module, in_place=True)
-        self._here = threading.local()  # whether a program runs, which may be the module itself
+        self._here = threading.local()  # whether a program runs, which may call the module
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns, from a program; InputError says why none is for this call."""
+        """The module's result, by a program; InputError says why no program fits this call."""
         reason, programs = "", self.programs
         for program in programs:
             try:
@@ -86,7 +88,7 @@ class PlacedForward(Replacement):
             except StaleWeightsError as error:
                 self.enabled = False
                 self._warn(str(error))
-            except InputError as error:  # nothing was written yet
+            except InputError as error:  # nothing has been written
                 self._warn(str(error))
             finally:
                 self._here.answers = False
@@ -102,25 +104,25 @@ class PlacedForward(Replacement):
         return self.asks_weights or any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
 
     def _warn(self, reason: str) -> None:
-        kind = re.sub(r"\d+", "", reason)  # one warning for all sizes, and not one for each token
+        kind = re.sub(r"\d+", "", reason)  # one warning for all sizes and tokens
         if kind not in self._reasons:
             self._reasons.add(kind)
             self.refused = reason
             warnings.warn(f"{self.path} runs in PyTorch for this call: {reason}", stacklevel=3)
 
     def enable(self, on: bool = True) -> None:
-        """Let the programs answer, or the module's own forward, for now."""
+        """Use the programs, or with `on=False` the module's own forward."""
         self.enabled = on
 
     def put(self) -> None:
-        """Put it in the module's place."""
+        """Replace the module's forward."""
         for program in self.programs:
             if isinstance(program, Compiled):
                 program.weights.is_watched_elsewhere = True
         self.module.__dict__["forward"] = self
 
     def take_out(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         if vars(self.module).get("forward") is not self:
             return
         if self._before is None:
@@ -129,12 +131,12 @@ class PlacedForward(Replacement):
             self.module.__dict__["forward"] = self._before
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module, or what is read of a file, has its own forward: its weights are others."""
+        """A copy of the module, or one read from a file, has its own forward, as it has other weights."""
         warnings.warn(f"a copy of {self.path} is not compiled", stacklevel=3)
         return own_forward, (self.module, self._before)
 
     def check_fresh(self) -> None:
-        """Refuse a call where the module is not as it was; for good where weights or modules are others."""
+        """Raise InputError if the module has changed; StaleWeightsError if that cannot be undone."""
         change = self._freshness.contents_change() or self._freshness.structure_change(thorough=True)
         if change is not None:
             error = StaleWeightsError if change.kind.is_final else InputError
@@ -142,5 +144,5 @@ class PlacedForward(Replacement):
 
 
 def own_forward(module: nn.Module, before: Any) -> Any:
-    """The forward that a module had `before`, its class's where it had none of its own."""
+    """The forward that a module had before: that of its class if it had none of its own."""
     return MethodType(type(module).forward, module) if before is None else before

@@ -1,4 +1,4 @@
-"""What a call gives back: results in memory of their own, laid out as in the model; values written back."""
+"""The results of a call: in memory of their own, with the model's layouts and views; values written back."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from intarsia.lower.result_memory import Order, is_rows, laid_out
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.ownership import Ownership, constants_of
 
-_IMAGE = 4  # dimensions; results of so many may follow how images are laid out
+_IMAGE = 4  # dimensions; results with as many may have the layout of the images in the call
 
 
 class ResultPlan:
-    """Turns what the graph returns into what the caller gets.
+    """From the graph's results to those of the caller.
 
-    Results that share memory with something else are copied (`Ownership`), those that the model returns as
-    views of an input or of each other become views again, and values of buffers and of inputs that the model
-    writes to are copied there. `is_single`: the graph's only result is the caller's, as it is.
+    Results that share memory are copied (`Ownership`). Results that are views of an input or of each other in
+    the model become such views. Values of buffers and inputs that the model writes to are copied there.
+    `is_single`: the graph has one result, which is returned unchanged.
     """
 
     def __init__(self, lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program]) -> None:
@@ -54,7 +54,7 @@ class ResultPlan:
         self.is_single: Any | bool = lowered.out_spec.is_leaf() and unchanged
 
     def check_written(self, flat: Sequence[Any]) -> None:
-        """InputError where an input that the model writes to shares memory with another one."""
+        """InputError if an input that the model writes to shares memory with another one."""
         if self._written:
             self._ownership.check_written(
                 [(name, flat[index]) for name, index in self._written],
@@ -62,16 +62,16 @@ class ResultPlan:
             )
 
     def finish(self, flat: Sequence[Any], results: Sequence[Any]) -> Any:
-        """Write back what the model changes, then give the caller its results."""
+        """Write back what the model changes, and return the caller's results."""
         if self.is_single:
             return results[0]
-        settled = list(self._ownership.own(results, flat))
+        owned = list(self._ownership.own(results, flat))
         if self._layouts:
-            self._layouts.lay_out(settled, flat)
+            self._layouts.lay_out(owned, flat)
         returned: dict[int, Any] = {}
         indices = dict(self._written)
         with torch.no_grad():
-            for place, (output, result) in enumerate(zip(self._lowered.outputs, settled, strict=True)):
+            for place, (output, result) in enumerate(zip(self._lowered.outputs, owned, strict=True)):
                 if output.role is Role.BUFFER:
                     self._lowered.buffers[output.target or ""].copy_(result)
                 elif output.role is Role.INPUT:
@@ -83,7 +83,7 @@ class ResultPlan:
         return pytree.tree_unflatten(list(returned.values()), self._lowered.out_spec)
 
     def _replay(self, flat: Sequence[Any], returned: dict[int, Any]) -> None:
-        """Make views again what the model returns as views, of what the caller has."""
+        """Replace results that are views in the model by views of the caller's tensors."""
         places = list(returned)
         for place, view in self._views:
             returned[place] = view(flat, [returned[p] for p in places])
@@ -93,9 +93,9 @@ class ResultPlan:
 
 
 class ResultLayouts:
-    """Lays out results as the model does, where engines, or a graph without copies, lay them out otherwise.
+    """Gives results the model's memory layout, where engines or a graph without copies have another.
 
-    Engines return contiguous rows, and views lie as what they show. False where no result needs a look.
+    Engines return contiguous rows, and views have the layout of their base. False if no result needs a check.
     """
 
     def __init__(self, lowered: Lowered, views: Sequence[Any], from_engines: Sequence[bool]) -> None:
@@ -118,7 +118,7 @@ class ResultLayouts:
         return bool(self._orders or self._others)
 
     def lay_out(self, results: list[Any], flat: Sequence[Any]) -> None:
-        """Lay out the results of a call, in the example's orders or in those of the other layout."""
+        """Change the layouts of a call's results to the model's, which follow the layout of the images."""
         follows = not self._has_images or self._follow(flat)
         for place, order in self._others if follows is False else self._orders:
             if follows is not None or len(order) < _IMAGE:
@@ -126,14 +126,14 @@ class ResultLayouts:
 
 
 def _from_engines(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program]) -> list[bool]:
-    """For each output of the graph, whether an engine computes it that hands out memory of its own."""
+    """For each output of the graph, whether an engine computes it in memory of its own."""
     computed = {
         node
         for piece, program in zip(pieces, programs, strict=True)
         if isinstance(program, WithFallback) and program.fresh
         for node in piece.outputs
     }
-    returned: Any = next(iter(reversed(lowered.module.graph.nodes))).args[0]
+    returned: Any = lowered.module.graph.output_node().args[0]
     # A value that is returned twice is fresh only the first time.
     return [
         not isinstance(item, fx.Node) or (item in computed and item not in returned[:place])

@@ -1,8 +1,8 @@
-"""Plain attributes of modules, which a model's code reads and a program has taken in.
+"""Plain attributes of modules that the model's code reads, and a program has as constants.
 
-A tuned module stands in somebody else's program, which sets flags where it likes. Values are compared by
-identity first, at the speed of C, and by kind and value only where the object differs: 2 and 2.0, or 0.0 and
--0.0, are not the same to a program.
+A tuned module is part of a user's program, which may set flags at any time. Values are compared by identity
+first, which runs in C, and by type and value only if the object differs: 2 and 2.0, or 0.0 and -0.0, are
+different to a program.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from torch import nn
 
 Table = dict[str, Any]
 
-# What torch keeps in a module itself: parameters, children, hooks and the like are watched elsewhere.
-_TORCHS = frozenset({*vars(nn.Module()), "training", "forward"})
-_GONE = object()
+# Attributes of every module: parameters, children, hooks and others, which are watched elsewhere.
+_OF_TORCH = frozenset({*vars(nn.Module()), "training", "forward"})
+_MISSING = object()
 
 
 class Replacement:
-    """A forward that intarsia puts into a module: it answers as the module's own, so it is no change."""
+    """A forward that intarsia sets on a module. It answers as the module's own, so it is not a change."""
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """The plain attributes of one module or configuration; of a module, also whether it gets a forward."""
+    """The plain attributes of one module or configuration."""
 
     path: str
     table: Table
     names: list[str]
-    has_own_forward: bool  # the class's, so that another in the table is a change
+    has_own_forward: bool  # the forward is that of the class, so one in the table is a change
 
     @property
     def read(self) -> Callable[[Table], tuple[Any, ...]]:
-        """Reads all of them at once."""
-        # Of one name, itemgetter gives no tuple.
+        """A function that reads all of them at once."""
+        # For one name, itemgetter returns no tuple.
         return itemgetter(*(self.names if len(self.names) > 1 else self.names * 2))
 
 
 def attributes_of(root: nn.Module, *, in_place: bool) -> Iterator[Attributes]:
-    """The attributes of a model's modules; `in_place`, the root's forward is replaced by ourselves."""
+    """The attributes of a model's modules. With `in_place`, intarsia replaces the root's forward."""
     configs: set[int] = set()
     for path, part in root.named_modules():
         table = vars(part)
-        names = [] if type(part) is nn.Linear else _names(table)  # whose sizes are for show
+        names = [] if type(part) is nn.Linear else _names(table)  # the sizes of a Linear have no effect
         yield Attributes(path, table, names, "forward" not in table and not (in_place and part is root))
         config = table.get("config")
         if hasattr(config, "__dict__") and id(config) not in configs:
@@ -56,27 +56,27 @@ def attributes_of(root: nn.Module, *, in_place: bool) -> Iterator[Attributes]:
 
 
 class Settings:
-    """Whether modules, and the configurations they share, hold the same plain values as before.
+    """Whether modules, and the configurations they share, have the same plain values as before.
 
-    A program knows numbers, flags and functions as they were when it was compiled: `module.scale = 5.0` or
-    `vae.enable_tiling()` must be seen. What is replaced is seen, and what changes inside a configuration; not
-    what changes inside another object, nor names that begin with an underscore or come to be later, but for a
+    A program has numbers, flags and functions as constants, so `module.scale = 5.0` or `vae.enable_tiling()`
+    must be detected. Replaced attributes are detected, also those of a configuration. Not detected are
+    changes inside other objects, names that begin with an underscore, and attributes added later, except a
     `forward` that is no `Replacement`.
     """
 
     def __init__(self, attributes: Sequence[Attributes]) -> None:
         self._own_forward = [(one.path, one.table) for one in attributes if one.has_own_forward]
-        self._held = [one for one in attributes if one.names]
-        self._reads = [(one.read, one.table) for one in self._held]
+        self._attributes = [one for one in attributes if one.names]
+        self._reads = [(one.read, one.table) for one in self._attributes]
         self._values = list(self._read())
 
     def changed(self) -> str | None:
-        """The name of an attribute that is another one now; None where there is none."""
+        """The name of an attribute whose value has changed; None if there is none."""
         try:
-            as_before = all(map(is_, self._read(), self._values))  # at every call, so at the speed of C
-        except KeyError:  # one is gone
-            as_before = False
-        if not as_before and (name := self._other()) is not None:
+            is_unchanged = all(map(is_, self._read(), self._values))  # runs in C, since every call does this
+        except KeyError:  # an attribute was deleted
+            is_unchanged = False
+        if not is_unchanged and (name := self._changed_name()) is not None:
             return name
         for path, table in self._own_forward:
             if "forward" in table and not isinstance(table["forward"], Replacement):
@@ -86,27 +86,27 @@ class Settings:
     def _read(self) -> Iterator[Any]:
         return chain.from_iterable(starmap(call, self._reads))
 
-    def _other(self) -> str | None:
-        """The first name that has another value; where all are equal, they are the values from now on."""
+    def _changed_name(self) -> str | None:
+        """The first name with another value. If none has, later calls compare with the current objects."""
         before = iter(self._values)
-        for one in self._held:
+        for one in self._attributes:
             # One name is read twice.
             for name in one.names if len(one.names) > 1 else one.names * 2:
-                if not _same(one.table.get(name, _GONE), next(before)):
+                if not _same(one.table.get(name, _MISSING), next(before)):
                     return f"{one.path}.{name}".lstrip(".")
         self._values = list(self._read())
         return None
 
 
 def _names(table: Table) -> list[str]:
-    return [name for name in table if name not in _TORCHS and not name.startswith("_")]
+    return [name for name in table if name not in _OF_TORCH and not name.startswith("_")]
 
 
 def _same(now: Any, before: Any) -> bool:
-    """Whether two values are the same to a program: 2 and 2.0 are not, nor are 0.0 and -0.0."""
+    """Whether two values are the same to a program, which 2 and 2.0, or 0.0 and -0.0, are not."""
     if now is before:
         return True
     try:
         return type(now) is type(before) and bool(now == before) and repr(now) == repr(before)
-    except Exception:  # a tensor does not say whether it equals another
+    except Exception:  # tensors are not compared
         return False

@@ -1,4 +1,4 @@
-"""A call that torch.compile does not trace. Importing this module loads Dynamo."""
+"""A call that torch.compile does not trace. Importing this module imports Dynamo."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ import torch
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def untraced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call from a function that torch.compile traces: a break there, since engines are no torch code."""
+    """Call a function with a graph break, since torch.compile cannot trace engines."""
     return function(*args, **kwargs)

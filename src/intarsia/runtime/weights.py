@@ -1,9 +1,9 @@
-"""The weights a module was compiled with: frozen as a whole, and watched, since they lie in the model.
+"""The weights that a module was compiled with: they are the model's tensors, so they are watched.
 
-A write in place is an error, since half of the segments would see it and the old values are gone. A replaced
-parameter is a warning at one of the next eight calls: looking every weight up in its module costs as much
-again as reading torch's counts (0.05 to 0.15 us a weight). torch does not count writes through `.data` or
-numpy: samples show them, and the digest does where they touch few elements.
+A write in place is an error: some segments would use the new values, and the old ones are lost. A replaced
+parameter is a warning at one of the next eight calls, since looking up every weight in its module takes as
+long as reading torch's counters (0.05 to 0.15 us a weight). torch does not count writes through `.data` or
+numpy. Samples show most of them; the digest also shows writes of few elements.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import torch
 from torch import nn
 
 from intarsia.errors import StaleWeightsError
+from intarsia.memory import release_freed, release_mapped
 from intarsia.plain_tensors import plain_tensors
 from intarsia.runtime.freshness import Change, Freshness, Kind, Weight, weights_of
 from intarsia.runtime.ownership import storages_of
 
 
 class FrozenWeights:
-    """What the compiled module computes with, and whether the model still holds it.
+    """The weights of a compiled module, and whether the model still has them.
 
-    Engines and PyTorch read the weights where the model has them; some pack them into a layout of their own.
-    A weight written to would so be taken by some segments and not by others: the next call is an error that
-    names it, or one of the next eight where torch does not count the write (`p.data`, numpy). A weight, a
-    module or an attribute that was replaced, or a hook that was added, leaves the compiled module as it was:
-    it goes on, and warns once, at one of the next eight calls.
+    Engines and PyTorch read the weights in the model's memory, and some engines pack them. After a write,
+    some segments would use the new values and others not, so the next call is an error that names the weight.
+    If torch does not count the write (`p.data`, numpy), it is one of the next eight calls. If a weight, a
+    module or an attribute was replaced, or a hook was added, the compiled module continues unchanged, and
+    warns once at one of the next eight calls.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class FrozenWeights:
             weights += _unregistered(constants, [w.tensor for w in weights], changing)
         self._tensors = [(weight.name, weight.tensor.detach()) for weight in weights]
         self._freshness = Freshness(weights, model)
-        self._is_replaced = False  # and that was told
-        self.is_watched_elsewhere = False  # by the forward that calls the module
+        self._is_replaced = False  # a warning was given
+        self.is_watched_elsewhere = False  # by the `PlacedForward` that calls the module
 
     def check(self, *, thorough: bool = False) -> None:
-        """Raise StaleWeightsError if a weight was written to; warn, once, if something was replaced."""
+        """Raise StaleWeightsError if a weight was written to; warn once if something was replaced."""
         if self.is_watched_elsewhere and not thorough:
             return
         change = self._freshness.contents_change(thorough=thorough)
@@ -70,7 +71,7 @@ class FrozenWeights:
             warn_of_change(change, advice, stacklevel=4)
 
     def digest(self) -> str:
-        """SHA-256 of the weights as they are now, with their names."""
+        """SHA-256 of the current weights, with their names."""
         whole = hashlib.sha256()
         for name, tensor in self._tensors:
             whole.update(f"{name} {tensor_digest(tensor)}".encode())
@@ -78,7 +79,7 @@ class FrozenWeights:
 
 
 def warn_of_change(change: Change, advice: str | None = None, *, stacklevel: int) -> None:
-    """Warn that the model is not as it was compiled."""
+    """Warn that the model has changed since it was compiled."""
     if change.kind is Kind.REPLACED:
         sentence = f"{change.what} of the model was replaced after compiling"
     else:
@@ -90,18 +91,25 @@ def warn_of_change(change: Change, advice: str | None = None, *, stacklevel: int
 def _unregistered(
     constants: Mapping[str, Any], named: Iterable[torch.Tensor], changing: Mapping[str, torch.Tensor]
 ) -> list[Weight]:
-    """Tensors that the graph took from elsewhere, such as the weights of modules in a plain list."""
-    known = {place for tensor in (*named, *changing.values()) for place in storages_of(tensor)}
+    """Tensors of the graph that are no attributes of modules, such as weights in a plain list."""
+    registered = {place for tensor in (*named, *changing.values()) for place in storages_of(tensor)}
     tensors = [value for value in constants.values() if isinstance(value, torch.Tensor)]
     return [
         Weight(f"an unregistered tensor of shape {tuple(tensor.shape)}", tensor)
         for tensor in tensors
-        if not tensor.is_meta and storages_of(tensor) and known.isdisjoint(storages_of(tensor))
+        if not tensor.is_meta and storages_of(tensor) and registered.isdisjoint(storages_of(tensor))
     ]
 
 
+def release_memory(model: nn.Module | None) -> None:
+    """Give back freed memory, and that of a model's weights which lie in a file."""
+    release_freed()
+    if model is not None:
+        release_mapped(part for weight in weights_of(model) for part in plain_tensors(weight.tensor))
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's dtype, shape and elements, or of those of the tensors that it consists of."""
+    """SHA-256 of a tensor's dtype, shape and elements; of a subclass, also of its parts."""
     whole = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for part in plain_tensors(tensor):
         flat = part.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()

@@ -1,1 +1,1 @@
-"""A saved module in service: run on files, or served over HTTP."""
+"""Runs of a saved module: on files, or over HTTP."""

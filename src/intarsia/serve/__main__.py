@@ -1,4 +1,4 @@
-"""`python -m intarsia.serve FILE`: the server without the rest of the command line, for containers."""
+"""`python -m intarsia.serve FILE`: the server without the other commands, for containers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from intarsia.serve.server import serve
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m intarsia.serve", description=__doc__)
-    parser.add_argument("file", help="what intarsia.save wrote")
+    parser.add_argument("file", help="a file of intarsia.save")
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], help="a module to import first"
     )

@@ -1,4 +1,4 @@
-"""The HTTP side: a request to tensors, tensors to an answer, and a sentence for whatever is wrong."""
+"""The HTTP application: requests to tensors, outputs to responses, and a message for every error."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from intarsia.serve.interface import Interface
 from intarsia.serve.payload import JSON, SAFETENSORS, Unfit, decode, encode
 from intarsia.serve.queue import Metrics, Outputs, Queue
 
-_INLINE = 64 * 1024  # bytes that are decoded or encoded right here; more would hold up other requests
+_INLINE = 64 * 1024  # larger bodies are decoded and encoded in a thread, not to delay other requests
 _KINDS = {JSON: JSON, SAFETENSORS: SAFETENSORS, "application/octet-stream": SAFETENSORS}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `intarsia serve` takes besides the file."""
+    """The options of `intarsia serve`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    max_batch: int = 32  # rows; 1 switches batching off
-    wait_ms: float = 2.0  # a request waits so long at most for others to share its call
-    queue: int = 256  # requests taken and not answered; beyond, 503
-    max_body: int = 64 * 2**20  # bytes of a request
-    max_held: int = 512 * 2**20  # bytes of all requests taken and not answered; beyond, 503
-    read_s: float = 30.0  # a client may take so long to send a request
-    answer_s: float = 60.0  # a request that has no answer then gets 504
-    linger_s: float = 1.0  # after SIGTERM, requests are refused in words for so long before the door is shut
-    stop_s: float = 30.0  # after SIGTERM, requests that were taken may take so long
+    max_batch: int = 32  # rows that may share a call; 1 turns batching off
+    wait_ms: float = 2.0  # how long a request waits for others to share its call
+    queue: int = 256  # requests in progress; further ones get status 503
+    max_body: int = 64 * 2**20  # bytes of a request; larger ones get status 413
+    max_held: int = 512 * 2**20  # bytes of all requests in progress; further ones get status 503
+    read_s: float = 30.0  # how long a client may take to send a request
+    answer_s: float = 60.0  # after this time, a request without an answer gets status 504
+    linger_s: float = 1.0  # how long a stopping server answers with status 503 before it closes its socket
+    stop_s: float = 30.0  # how long a stopping server waits for requests in progress
     workers: int = 1  # processes
-    connections: int = 1000  # open at once; beyond, uvicorn's 503
+    connections: int = 1000  # open connections; further ones get status 503 of uvicorn
     imports: tuple[str, ...] = ()  # modules that define types or operators of the file
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Options:
 
 
 class Refused(Exception):
-    """A request that gets no tensors: a status and a sentence."""
+    """A request that gets a status and a message instead of outputs."""
 
     def __init__(self, status: int, sentence: str, retry_s: float | None = None) -> None:
         super().__init__(sentence)
@@ -67,14 +67,14 @@ class Refused(Exception):
 
 
 @dataclass
-class _Hold:
-    """The bytes that one request has here."""
+class _RequestBytes:
+    """The bytes of one request that are in memory."""
 
     size: int = 0
 
 
 class Service:
-    """One module being served: who is inside, who may come in, and what is being answered."""
+    """The service of one module: the limits, the requests in progress, and their responses."""
 
     def __init__(self, interface: Interface, batching: Batching, options: Options) -> None:
         self.interface: Interface = interface
@@ -85,10 +85,10 @@ class Service:
         self.metrics: Metrics = Metrics(lambda: self.in_flight, lambda: len(interface.compiled.notes) - count)
         self.queue: Queue = Queue(interface, batching, options.wait_ms / 1000, self.metrics)
         self._dtypes = {name: check.dtype for name, check in interface.inputs.items()}
-        self._held = 0  # bytes of bodies, or of the tensors they became
+        self._held = 0  # bytes of all requests in progress
 
     async def predict(self, request: Request) -> Response:
-        """Inputs in, outputs out."""
+        """The response to a request for a prediction."""
         began = time.monotonic()
         try:
             response = await self._predict(request)
@@ -99,44 +99,44 @@ class Service:
             response = JSONResponse({"error": str(refused)}, refused.status, headers)
         except ClientDisconnect:
             self.metrics.gone.inc()
-            response = Response(status_code=499)  # nobody reads it
+            response = Response(status_code=499)  # the client does not read it
         if self.stopping:
             response.headers["Connection"] = "close"
         self.metrics.answered(response.status_code, time.monotonic() - began)
         return response
 
     async def _predict(self, request: Request) -> Response:
-        content, wanted = _kinds(request)
-        refusal = self._full()
+        content, accepted = _kinds(request)
+        refusal = self._refusal()
         if refusal is not None:
-            await _dropped(request, self.options.read_s)
+            await _discard_body(request, self.options.read_s)
             raise refusal
         self.in_flight += 1
-        hold = _Hold()
+        memory = _RequestBytes()
         try:
-            body = await self._body(request, hold)
-            flat = await _aside(len(body), self._flat, body, content)
+            body = await self._body(request, memory)
+            flat = await _run(len(body), self._flat, body, content)
             del body
             outputs = await self._answer(request, self.queue.put(flat))
-            return Response(await _aside(_size(outputs), _encoded, outputs, wanted), media_type=wanted)
+            return Response(await _run(_size(outputs), _encoded, outputs, accepted), media_type=accepted)
         finally:
             self.in_flight -= 1
-            self._held -= hold.size
+            self._held -= memory.size
 
-    def _full(self) -> Refused | None:
+    def _refusal(self) -> Refused | None:
         if self.stopping:
-            return Refused(503, "the server is stopping; ask another", 1)
+            return Refused(503, "the server is stopping; try another server", 1)
         if self.in_flight >= self.options.queue:
             return Refused(503, f"{self.in_flight} requests wait already; try again", self.queue.wait_s())
         return None
 
-    async def _body(self, request: Request, hold: _Hold) -> bytes:
-        """The request's body, within the limits on size and time."""
+    async def _body(self, request: Request, memory: _RequestBytes) -> bytes:
+        """The request's body. Raises Refused if it is too large or too slow."""
         most = self.options.max_body
         length = request.headers.get("content-length", "")
         too_large = Refused(413, f"the body has more than {most} bytes")
         if length.isdecimal() and int(length) > most:
-            await _dropped(request, self.options.read_s)
+            await _discard_body(request, self.options.read_s)
             raise too_large
         chunks: list[bytes] = []
         size = 0
@@ -146,17 +146,17 @@ class Service:
                     size += len(chunk)
                     if size <= most:
                         chunks.append(chunk)
-                        self._take(hold, len(chunk))
+                        self._count(memory, len(chunk))
         except TimeoutError:
             if size > most:
                 raise too_large from None
-            raise Refused(408, f"the body did not come within {self.options.read_s:g} s") from None
+            raise Refused(408, f"the body did not arrive within {self.options.read_s:g} s") from None
         if size > most:
             raise too_large
         return b"".join(chunks)
 
-    def _take(self, hold: _Hold, size: int) -> None:
-        hold.size += size
+    def _count(self, memory: _RequestBytes, size: int) -> None:
+        memory.size += size
         self._held += size
         if self._held > self.options.max_held:
             raise Refused(503, f"requests of {self._held} bytes wait already; try again", self.queue.wait_s())
@@ -172,14 +172,14 @@ class Service:
             raise Refused(422, str(error)) from None
 
     async def _answer(self, request: Request, answer: asyncio.Future[Outputs]) -> Outputs:
-        """The module's answer; nothing is computed for a client that has gone."""
-        gone = asyncio.ensure_future(_left(request))
-        either: set[asyncio.Future[Any]] = {answer, gone}
+        """The module's outputs. If the client disconnects, the call is cancelled."""
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
+        either: set[asyncio.Future[Any]] = {answer, disconnected}
         try:
             await asyncio.wait(either, timeout=self.options.answer_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
-            if gone.done():
+            if disconnected.done():
                 raise ClientDisconnect
             raise Refused(504, f"there was no answer within {self.options.answer_s:g} s")
         except (InputError, IndexError, ValueError) as error:
@@ -190,10 +190,10 @@ class Service:
             raise Refused(500, f"the model failed: {error_text(error)}") from error
         finally:
             answer.cancel()
-            gone.cancel()
+            disconnected.cancel()
 
     def health(self) -> tuple[int, str]:
-        """A status and a word: whether requests are answered."""
+        """The HTTP status and one word: `ready`, `stopping` or `stuck`."""
         since = self.queue.running_since
         if self.stopping:
             return 503, "stopping"
@@ -202,7 +202,7 @@ class Service:
         return 200, "ready"
 
     def describe(self) -> dict[str, Any]:
-        """What the module takes and gives, and how it is served."""
+        """The inputs and outputs of the module, and how it is served; plain values for JSON."""
         compiled: Compiled = self.interface.compiled
         return {
             **self.interface.describe(),
@@ -245,7 +245,7 @@ def app_of(service: Service) -> FastAPI:
 
 
 def _kinds(request: Request) -> tuple[str, str]:
-    """What the client sends, and what it wants back: the same, unless it says so."""
+    """The content types of the request and of the response; by default, both are the same."""
     content = _KINDS.get(request.headers.get("content-type", JSON).split(";")[0].strip().lower())
     if content is None:
         raise Refused(415, f"the body must be {JSON} or {SAFETENSORS}")
@@ -267,24 +267,23 @@ def _encoded(outputs: Outputs, kind: str) -> bytes:
         raise Refused(406, str(error)) from None
 
 
-async def _aside(size: int, work: Any, *args: Any) -> Any:
-    """Do small work here, large work in a thread."""
-    return work(*args) if size <= _INLINE else await asyncio.to_thread(work, *args)
+async def _run(size: int, function: Any, *args: Any) -> Any:
+    """The result of a function, which runs in a thread if it has much data."""
+    return function(*args) if size <= _INLINE else await asyncio.to_thread(function, *args)
 
 
 def _size(outputs: Outputs) -> int:
     return sum(getattr(value, "nbytes", 0) for value in outputs.values())
 
 
-async def _dropped(request: Request, seconds: float) -> None:
-    """Read a body and forget it: a client that still sends gets no answer, but a reset connection."""
+async def _discard_body(request: Request, seconds: float) -> None:
+    """Read and discard a body. A response before the end of the body would reset the connection."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             async for _ in request.stream():
                 pass
 
 
-async def _left(request: Request) -> None:
-    """Return when the client has gone."""
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""Whether requests may share a call, and up to how many rows; with the reason where they may not.
+"""Whether requests may share a call, and the number of rows in a call, or the reason why they may not.
 
-A trial alone cannot tell a mean over the batch that happens to be small, or a branch that the trial does not
-take. So the graph must show that rows are apart; a trial comes on top, for the engines.
+A trial cannot detect a small mean over the batch, or a branch that it does not take. So the graph must show
+that rows are independent. A trial then checks the engines.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from intarsia.serve.interface import Interface
 
 @dataclass(frozen=True)
 class Batching:
-    """Requests share calls of up to `rows` rows; or, where that is 0, none do, and why."""
+    """Requests share calls of up to `rows` rows. If `rows` is 0, they do not, and `why_not` is the reason."""
 
     rows: int
     why_not: str = ""
 
     def __str__(self) -> str:
-        return f"up to {self.rows} rows a call" if self.rows else f"off: {self.why_not}"
+        return f"up to {self.rows} rows per call" if self.rows else f"off: {self.why_not}"
 
 
 def decide(interface: Interface, most: int) -> Batching:
-    """Batching as far as the module is known to compute every row by itself.
+    """The batching of up to `most` rows, if the module computes every row independently.
 
-    The first axis of every input must be one size that varies; the graph must keep rows apart; and a batch,
-    run, must answer as its rows do alone.
+    The first axis of every input must be the same dynamic size, rows must be independent in the graph, and
+    the outputs of a batch must be equal to those of its rows.
     """
     if most < 2:
-        return Batching(0, "it is off")
+        return Batching(0, "max_batch is 1")
     symbol = _batch_symbol(interface)
     if isinstance(symbol, str):
         return Batching(0, symbol)
@@ -49,17 +49,17 @@ def decide(interface: Interface, most: int) -> Batching:
     if reason is not None:
         return Batching(0, reason)
     if 2 * first <= high:
-        reason = _tried(interface, {**interface.usual(), symbol: 2 * first}, first)
+        reason = _trial(interface, {**interface.usual(), symbol: 2 * first}, first)
     return Batching(min(most, high)) if reason is None else Batching(0, reason)
 
 
 def _batch_symbol(interface: Interface) -> Any:
-    """The size that is the batch's, or a clause that says why there is none."""
+    """The symbol of the batch size, or the reason why there is none."""
     if not interface.inputs:
         return "the module takes no tensor"
     if interface.stateful:
         return "a call changes the module's buffers or its inputs"
-    refusals: dict[Any, str] = {}
+    input_of: dict[Any, str] = {}
     for name, check in interface.inputs.items():
         if not check.shape or isinstance(check.shape[0], int) or check.shape[0].is_Integer:
             return f"the first axis of input {name} was compiled with a fixed size; compile it with a range"
@@ -69,27 +69,24 @@ def _batch_symbol(interface: Interface) -> Any:
             return f"the first axis of input {name} is tied to another size"
         if check.strides is not None:
             return f"the module reads input {name} by its strides"
-        refusals[check.shape[0]] = name
-    if len(refusals) > 1:
-        return f"the first axes of inputs {' and '.join(refusals.values())} vary each by itself"
-    return next(iter(refusals))
+        input_of[check.shape[0]] = name
+    if len(input_of) > 1:
+        return f"the first axes of inputs {' and '.join(input_of.values())} are different sizes"
+    return next(iter(input_of))
 
 
 def _flat(interface: Interface, sizes: dict[Any, int]) -> list[Any]:
-    """The inputs of the graph at some sizes: zeros, constants where the graph has them."""
+    """The inputs of the graph with these sizes: zeros, and the constants of the graph."""
+    device = next(iter(interface.inputs.values())).device
     values = iter(interface.example(sizes).values())
     return [
-        item.constant if item.is_constant else next(values).to(_device(interface))
+        item.constant if item.is_constant else next(values).to(device)
         for item in interface.compiled.lowered.inputs
     ]
 
 
-def _device(interface: Interface) -> torch.device:
-    return next(iter(interface.inputs.values())).device
-
-
-def _tried(interface: Interface, sizes: dict[Any, int], half: int) -> str | None:
-    """A batch at once against its halves: what the graph promises, seen of the engines too."""
+def _trial(interface: Interface, sizes: dict[Any, int], half: int) -> str | None:
+    """How the outputs of a batch differ from those of its halves, or None."""
     example = interface.example(sizes, torch.Generator().manual_seed(0))
     try:
         together = interface.call(example)
@@ -99,18 +96,18 @@ def _tried(interface: Interface, sizes: dict[Any, int], half: int) -> str | None
         ]
     except (IntarsiaError, RuntimeError, ValueError, IndexError) as error:
         return f"the module does not run on {2 * half} rows and on {half} ({first_line(error)})"
-    expected = [joined([answer[name] for answer in halves]) for name in interface.outputs]
-    wrong = disagreement([together[name] for name in interface.outputs], expected)
-    return None if wrong is None else f"a batch differs from its rows computed one by one: {wrong}"
+    expected = [joined([outputs[name] for outputs in halves]) for name in interface.outputs]
+    difference = disagreement([together[name] for name in interface.outputs], expected)
+    return None if difference is None else f"a batch differs from its rows: {difference}"
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Rows one after the other; what is not a tensor is the same for all."""
+    """The concatenated rows of tensors; a value that is not a tensor is the same in all parts."""
     return torch.cat(list(parts)) if isinstance(parts[0], torch.Tensor) else parts[0]
 
 
 def split(outputs: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Each request's own rows of what a batch gave."""
+    """The outputs of each request, from the outputs of a batch."""
     total, parts, at = sum(sizes), [], 0
     for name, value in outputs.items():
         if isinstance(value, torch.Tensor) and (not value.dim() or value.shape[0] != total):

@@ -1,4 +1,4 @@
-"""What a compiled module takes and gives, by name: tensors in, tensors out."""
+"""The inputs and outputs of a compiled module, by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def load_interface(path: str | os.PathLike[str], imports: Sequence[str] = ()) -> Interface:
-    """Load a file, after the modules that define what it refers to."""
+    """The interface of a saved module. `imports` are modules that define its types or operators."""
     for name in imports:
         try:
             importlib.import_module(name)
@@ -35,23 +35,23 @@ def load_interface(path: str | os.PathLike[str], imports: Sequence[str] = ()) ->
 
 @dataclass(frozen=True)
 class Interface:
-    """A module by the names of its inputs and outputs; what is nested has a name like `pair.a`."""
+    """A module with the names of its inputs and outputs. Nested values have names like `pair.a`."""
 
     compiled: Compiled
     inputs: Mapping[str, TensorCheck]
     outputs: tuple[str, ...]
-    stateful: bool  # whether a call changes buffers or the tensors it is given
+    stateful: bool  # whether a call changes buffers or its inputs
     _order: tuple[str | ConstantCheck, ...]
 
     @staticmethod
     def of(compiled: Compiled) -> Interface:
-        """The interface of a loaded module; numbers are those it was compiled with."""
+        """The interface of a module. Integer arguments have the values of the example."""
         lowered = compiled.lowered
         names = _input_names(lowered.in_spec, compiled.call_signature)
         inputs: dict[str, TensorCheck] = {}
         order: list[str | ConstantCheck] = []
         for name, check in zip(names, compiled.checks, strict=True):
-            if isinstance(check, IntegerCheck):  # only tensors can be passed: it stays as compiled
+            if isinstance(check, IntegerCheck):  # only tensors can be passed
                 check = ConstantCheck(check.name, check.example)
             if isinstance(check, ConstantCheck):
                 order.append(check)
@@ -63,23 +63,23 @@ class Interface:
         return Interface(compiled, inputs, outputs, any(r is not Role.USER for r in roles), tuple(order))
 
     def prepared(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-        """The flat call that these inputs make, checked; InputError, in a sentence, where they do not fit."""
-        known = ", ".join(self.inputs)
+        """The flat arguments for these inputs. Raises InputError if they do not fit."""
+        names = ", ".join(self.inputs)
         for name in tensors:
             if name not in self.inputs:
-                raise InputError(f"there is no input {name!r}; the inputs are {known}")
+                raise InputError(f"there is no input {name!r}; the inputs are {names}")
         missing = [name for name in self.inputs if name not in tensors]
         if missing:
-            raise InputError(f"input {missing[0]} is missing; the inputs are {known}")
+            raise InputError(f"input {missing[0]} is missing; the inputs are {names}")
         flat = [
-            item.value if isinstance(item, ConstantCheck) else self._laid(item, tensors)
+            item.value if isinstance(item, ConstantCheck) else self._input(item, tensors)
             for item in self._order
         ]
         self.compiled.check(flat)
         return flat
 
     def run(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Call the module: what it returns, by name, tensors on the CPU."""
+        """Call the module. Returns its outputs by name, with tensors on the CPU."""
         args, kwargs = pytree.tree_unflatten(list(flat), self.compiled.lowered.in_spec)
         result = open_objects(self.compiled(*args, **kwargs))
         leaves = pytree.tree_leaves(result, is_leaf=lambda value: value is None)
@@ -89,11 +89,11 @@ class Interface:
         }
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Check inputs given by name, and call the module with them."""
+        """Check inputs by name, and call the module with them."""
         return self.run(self.prepared(tensors))
 
-    def _laid(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """An input on its device, with the strides that a model asks for which reads them."""
+    def _input(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """An input on its device; if the model reads strides, with the strides of the example."""
         check, value = self.inputs[name], tensors[name].to(self.inputs[name].device)
         if check.strides is None or value.dim() != len(check.strides):
             return value
@@ -102,7 +102,7 @@ class Interface:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Names, dtypes and shapes, sizes that vary with their ranges; plain enough for JSON."""
+        """Names, dtypes and shapes, with the ranges of dynamic sizes; plain values for JSON."""
         ranges = self.compiled.lowered.range_constraints
         return {
             "inputs": {
@@ -116,7 +116,7 @@ class Interface:
         }
 
     def example(self, sizes: Mapping[Any, int], random: torch.Generator | None = None) -> Tensors:
-        """Inputs of given sizes for every symbol: zeros, or random numbers (0 and 1 for whole ones)."""
+        """Inputs with these sizes of symbols: zeros, or random numbers (0 and 1 for integers)."""
         tensors: Tensors = {}
         for name, check in self.inputs.items():
             shape = [size if isinstance(size, int) else int(size.subs(dict(sizes))) for size in check.shape]
@@ -130,15 +130,15 @@ class Interface:
         return tensors
 
     def symbols(self) -> dict[Any, tuple[int, int]]:
-        """Every size that varies, with the least it may be and the largest (capped where there is none)."""
+        """Every dynamic size, with its least and its largest value (2**31 - 1 without a limit)."""
         ranges = self.compiled.lowered.range_constraints
-        differences = {
+        symbols = {
             s for check in self.inputs.values() for d in check.shape for s in getattr(d, "free_symbols", ())
         }
-        return {symbol: _bounds(ranges.get(symbol)) for symbol in sorted(differences, key=str)}
+        return {symbol: _bounds(ranges.get(symbol)) for symbol in sorted(symbols, key=str)}
 
     def usual(self) -> dict[Any, int]:
-        """A small size for every one that varies."""
+        """A small value for every dynamic size."""
         return {symbol: min(max(low, 4), high) for symbol, (low, high) in self.symbols().items()}
 
 
@@ -162,19 +162,20 @@ def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
 
 def _input_names(spec: pytree.TreeSpec, signature: inspect.Signature | None) -> list[str]:
     args, kwargs = children(spec)
-    places = [p.name for p in signature.parameters.values() if p.kind in _BY_PLACE] if signature else []
-    named = [*places[: len(children(args))], *(str(i) for i in range(len(places), len(children(args))))]
+    positional = [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL] if signature else []
+    count = len(children(args))
+    named = [*positional[:count], *(str(i) for i in range(len(positional), count))]
     names = []
     for name, child in zip([*named, *kwargs.context], [*children(args), *children(kwargs)], strict=True):
         names += [_joined(name, inner) for inner in _names(child)]
     return names
 
 
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _names(spec: pytree.TreeSpec) -> list[str]:
-    """A name for every leaf: keys and fields where the structure has them, else numbers, joined by dots."""
+    """A name for every leaf: its keys, fields or positions, joined by dots."""
     if spec.is_leaf():
         return [""]
     below = children(spec)
@@ -190,7 +191,7 @@ def _keys(spec: pytree.TreeSpec, below: Sequence[pytree.TreeSpec]) -> list[str]:
     if spec.type is Opened:
         return leaf_names(context)
     if isinstance(context, list | tuple) and context and isinstance(context[0], list):
-        context = context[0]  # a registered dataclass: its fields, then those that are None
+        context = context[0]  # a registered dataclass: its fields, then the fields that are None
     if isinstance(context, list | tuple) and len(context) == len(below):
         return [str(key) for key in context]
     fields = getattr(context, "_fields", None)  # of a named tuple

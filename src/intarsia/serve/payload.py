@@ -1,4 +1,4 @@
-"""Tensors on the wire and in files: JSON numbers, safetensors or .npz; drawn at random, or in a line."""
+"""Tensors in requests and files: JSON, safetensors or .npz; random inputs, and summaries of outputs."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _MOST_DIMENSIONS = 32
 
 
 class Unfit(InputError):
-    """The answer has no form in what the client accepts."""
+    """The outputs cannot be encoded in the format that the client accepts."""
 
 
 def decode(body: bytes, kind: str, dtypes: Mapping[str, torch.dtype]) -> Tensors:
-    """The inputs in a request's body; InputError, in a sentence, for anything else."""
+    """The inputs in a request's body. Raises InputError for any other body."""
     return _from_json(body, dtypes) if kind == JSON else from_safetensors(body)
 
 
 def encode(outputs: Mapping[str, Any], kind: str) -> bytes:
-    """An answer as a body; Unfit where it cannot be written there."""
+    """The outputs as a response's body. Raises Unfit if the format cannot represent them."""
     return _to_json(outputs) if kind == JSON else to_safetensors(outputs)
 
 
 def _from_json(body: bytes, dtypes: Mapping[str, torch.dtype]) -> Tensors:
     try:
         document = strict_json(body, "; send safetensors for NaN and infinities")
-    except ValueError as error:  # no UTF-8, no JSON, a number of thousands of digits
+    except ValueError as error:  # no UTF-8, no JSON, or a number with thousands of digits
         raise InputError(f"the body is not JSON: {error}") from None
     inputs = document.get("inputs") if isinstance(document, dict) else None
     if not isinstance(inputs, dict) or len(document) != 1:
@@ -55,23 +55,21 @@ def _tensor(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
         raise InputError(f"input {name} is not a nested list of numbers of equal lengths")
     if dtype.is_complex:
         raise InputError(f"input {name} is complex, which JSON cannot express; send safetensors")
-    wanted = "b" if dtype is torch.bool else "iu" if not dtype.is_floating_point else "ifu"
-    if array.size and array.dtype.kind not in wanted:
-        raise InputError(f"input {name} must be of {_said(dtype)}; it holds {array.dtype.name}")
+    dtype_name = str(dtype).removeprefix("torch.")
+    kinds = "b" if dtype is torch.bool else "iu" if not dtype.is_floating_point else "ifu"
+    if array.size and array.dtype.kind not in kinds:
+        raise InputError(f"input {name} must be of {dtype_name}; it has {array.dtype.name}")
+    out_of_range = InputError(f"input {name} has a number outside of the range of {dtype_name}")
     if dtype.is_floating_point:
         tensor = torch.from_numpy(array.astype(np.float64)).to(dtype)
         if not bool(torch.isfinite(tensor.double()).all()):
-            raise InputError(f"input {name} holds a number that {_said(dtype)} cannot")
+            raise out_of_range
         return tensor
     if array.size and dtype is not torch.bool:
         limits = torch.iinfo(dtype)
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
-            raise InputError(f"input {name} holds a number that {_said(dtype)} cannot")
-    return torch.from_numpy(array.astype(_said(dtype)))
-
-
-def _said(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            raise out_of_range
+    return torch.from_numpy(array.astype(dtype_name))
 
 
 def from_safetensors(body: bytes) -> Tensors:
@@ -86,25 +84,24 @@ def from_safetensors(body: bytes) -> Tensors:
 
 
 def to_safetensors(outputs: Mapping[str, Any]) -> bytes:
-    """Tensors, and numbers as tensors of no dimension; None is left out."""
+    """Outputs as a safetensors file. Numbers become tensors without dimensions; None is omitted."""
     from safetensors.torch import save
 
     tensors: Tensors = {}
     for name, value in outputs.items():
         if isinstance(value, torch.Tensor):
-            tensors[name] = value.clone(
-                memory_format=torch.contiguous_format
-            )  # rows of a batch share its memory
+            # A copy, since the rows of a batch share its memory.
+            tensors[name] = value.clone(memory_format=torch.contiguous_format)
         elif isinstance(value, bool | int | float):
             tensors[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         elif value is not None:
             raise Unfit(
-                f"output {name} is a {type(value).__name__}, which safetensors cannot hold; ask for JSON"
+                f"output {name} is a {type(value).__name__}, which safetensors cannot store; accept JSON"
             )
     try:
         return bytes(save(tensors))
     except (KeyError, ValueError) as error:
-        raise Unfit(f"the outputs have a dtype that safetensors cannot hold ({error})") from None
+        raise Unfit(f"the outputs have a dtype that safetensors cannot store ({error})") from None
 
 
 def _to_json(outputs: Mapping[str, Any]) -> bytes:
@@ -112,14 +109,14 @@ def _to_json(outputs: Mapping[str, Any]) -> bytes:
     for name, value in outputs.items():
         if not _has_json(value):
             raise Unfit(
-                f"output {name} holds NaN, infinities or complex numbers, for which JSON has none;"
-                f" ask for {SAFETENSORS}"
+                f"output {name} has NaN, infinities or complex numbers, which JSON cannot express;"
+                f" accept {SAFETENSORS}"
             )
         table[name] = value.tolist() if isinstance(value, torch.Tensor) else value
     try:
         return json.dumps({"outputs": table}, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
-        raise Unfit(f"the outputs have no form in JSON ({error})") from None
+        raise Unfit(f"JSON cannot express the outputs ({error})") from None
 
 
 def _has_json(value: Any) -> bool:
@@ -129,7 +126,7 @@ def _has_json(value: Any) -> bool:
 
 
 def read(path: Path, interface: Interface) -> Tensors:
-    """The inputs in a file; InputError, in a sentence, if it holds none."""
+    """The inputs in a file. Raises InputError if it is not a file of tensors."""
     if path.suffix == ".safetensors":
         return from_safetensors(path.read_bytes())
     if path.suffix != ".npz":
@@ -145,21 +142,23 @@ def read(path: Path, interface: Interface) -> Tensors:
 
 
 def drawn(interface: Interface, sizes: Mapping[str, int], seed: int) -> Tensors:
-    """Random inputs; sizes that vary are given by name, or small. Whole numbers are 0 or 1."""
-    known = {str(symbol): (symbol, bounds) for symbol, bounds in interface.symbols().items()}
+    """Random inputs. Dynamic sizes that `sizes` does not name are small; integers are 0 or 1."""
+    dynamic = {str(symbol): (symbol, bounds) for symbol, bounds in interface.symbols().items()}
     chosen = interface.usual()
     for name, size in sizes.items():
-        if name not in known:
-            raise InputError(f"there is no size {name!r}; those that vary are {', '.join(known) or 'none'}")
-        symbol, (low, high) = known[name]
+        if name not in dynamic:
+            raise InputError(
+                f"there is no dynamic size {name!r}; the dynamic sizes are {', '.join(dynamic) or 'none'}"
+            )
+        symbol, (low, high) = dynamic[name]
         if not low <= size <= high:
-            raise InputError(f"size {name} is {size}; compiled for {low} to {high}")
+            raise InputError(f"size {name} is {size}; the module was compiled for {low} to {high}")
         chosen[symbol] = size
     return interface.example(chosen, torch.Generator().manual_seed(seed))
 
 
 def write(path: Path, outputs: Mapping[str, Any]) -> None:
-    """Outputs that are tensors, to a file of the kind its name says."""
+    """Write the outputs that are tensors to a .npz or .safetensors file."""
     if path.suffix == ".safetensors":
         path.write_bytes(to_safetensors(outputs))
         return
@@ -169,14 +168,14 @@ def write(path: Path, outputs: Mapping[str, Any]) -> None:
             value.numpy()
         except TypeError as error:
             raise InputError(
-                f"output {name} is {value.dtype}, which numpy has not; write .safetensors"
+                f"output {name} is {value.dtype}, which numpy does not support; write .safetensors"
             ) from error
     with path.open("wb") as file:
         np.savez(file, **{name: value.numpy() for name, value in tensors.items()})  # type: ignore[arg-type]
 
 
 def summary(name: str, value: Any) -> str:
-    """An output in a line.
+    """One line about an output.
 
     >>> summary("logits", torch.tensor([[0.5, -1.0]]))
     'logits: float32 (1, 2), from -1 to 0.5, mean -0.25'

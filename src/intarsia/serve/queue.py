@@ -1,8 +1,8 @@
-"""Requests that wait for the module: bounded, joined into batches, answered each by itself.
+"""The queue of requests for the module, which joins them into batches.
 
-One thread runs the module: engines use all cores in a call. Requests are checked alone before they are
-joined, since two rows of one input and three of another make a valid batch with a request that has the
-reverse. A failed batch is run again request by request: only the model knows which one is at fault.
+One thread runs the module, since engines use all cores in a call. Each request is checked before it joins a
+batch: two invalid requests, such as 2 rows and 3 rows of two inputs and the reverse, could make a valid
+batch. If a batch fails, its requests run one by one: only the model can tell which one fails.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from intarsia.serve.interface import Interface
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SHARED = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's own: where several workers add up their figures
+SHARED = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's variable for the folder of several workers
 
 
 class Metrics:
-    """The figures of one server process; with several workers, of all of them."""
+    """The metrics of one server process; with several workers, of all of them."""
 
     requests: Counter
     split: Counter
@@ -44,10 +44,10 @@ class Metrics:
         own = CollectorRegistry() if several else self._registry
         self.requests = Counter("intarsia_requests_total", "answers by HTTP status", ["status"], registry=own)
         self.split = Counter(
-            "intarsia_split_batches_total", "batches that failed and ran apart", registry=own
+            "intarsia_split_batches_total", "batches that failed, whose requests ran one by one", registry=own
         )
         self.gone = Counter(
-            "intarsia_gone_clients_total", "clients that left before their answer", registry=own
+            "intarsia_gone_clients_total", "clients that disconnected before their answer", registry=own
         )
         self._seconds = Histogram(
             "intarsia_request_seconds", "from the request to its answer", registry=own, buckets=_SECONDS
@@ -56,7 +56,7 @@ class Metrics:
         self._ran = Histogram("intarsia_call_seconds", "calls of the module", registry=own, buckets=_SECONDS)
         self._rows = Histogram("intarsia_batch_rows", "rows in a call", registry=own, buckets=_ROWS)
         in_flight_now = Gauge(
-            "intarsia_in_flight", "requests taken and not answered", registry=own, multiprocess_mode="livesum"
+            "intarsia_in_flight", "requests in progress", registry=own, multiprocess_mode="livesum"
         )
         segments = Gauge(
             "intarsia_fallen_back", "segments whose engine failed", registry=own, multiprocess_mode="livemax"
@@ -77,7 +77,7 @@ class Metrics:
         self._ran.observe(seconds)
 
     def text(self) -> bytes:
-        """All figures in Prometheus's text format."""
+        """All metrics in Prometheus's text format."""
         for gauge, read in self._gauges:
             gauge.set(read())
         return generate_latest(self._registry)
@@ -88,18 +88,18 @@ Outputs = dict[str, Any]
 
 @dataclass(eq=False)
 class Job:
-    """One request: its flat inputs, and the future that its client waits for."""
+    """One request: its flat inputs, the future of its outputs, and the time of its arrival."""
 
     inputs: list[Any]
     done: asyncio.Future[Outputs]
-    born: float = field(default_factory=time.monotonic)
+    arrived: float = field(default_factory=time.monotonic)
 
     @property
     def rows(self) -> int:
         return next((int(v.shape[0]) for v in self.inputs if isinstance(v, torch.Tensor) and v.dim()), 1)
 
     def fits(self, other: Job) -> bool:
-        """Whether they differ in nothing but rows; a request's own inputs were checked before."""
+        """Whether the inputs differ only in rows. Each request has been checked before."""
         return all(
             a.shape[1:] == b.shape[1:]
             for a, b in zip(self.inputs, other.inputs, strict=True)
@@ -108,7 +108,7 @@ class Job:
 
 
 class Queue:
-    """Jobs in the order they came, run one batch at a time in a thread of its own."""
+    """Jobs in the order of arrival; a thread runs one batch at a time."""
 
     def __init__(self, interface: Interface, batching: Batching, wait_s: float, metrics: Metrics) -> None:
         self._interface = interface
@@ -116,18 +116,18 @@ class Queue:
         self._wait_s = wait_s
         self._metrics = metrics
         self._waiting: deque[Job] = deque()
-        self._came = asyncio.Event()
+        self._arrival = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "intarsia-model")
         self._worker: asyncio.Task[None] | None = None
-        self._mean_s = 0.0  # of a call, for Retry-After
+        self._mean_s = 0.0  # mean seconds of a call, for Retry-After
         self.running_since: float | None = None
-        self._printed: set[str] = set()  # what was printed of batches that failed
+        self._printed: set[str] = set()  # messages about failed batches
 
     def start(self) -> None:
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
     async def stop(self, limit_s: float) -> None:
-        """Answer what waits, then end the thread; a call that takes longer than the limit is abandoned."""
+        """Run the waiting jobs, then end the thread. A call beyond the limit is abandoned."""
         end = time.monotonic() + limit_s
         while (self._waiting or self.running_since is not None) and time.monotonic() < end:
             await asyncio.sleep(0.005)
@@ -137,20 +137,20 @@ class Queue:
         self._thread.shutdown(wait=self.running_since is None, cancel_futures=True)
 
     def put(self, inputs: list[Any]) -> asyncio.Future[Outputs]:
-        """The answer to come; cancel it, and the job is not run unless it already is."""
+        """The future of the outputs. If it is cancelled, the job does not run, unless it runs already."""
         job = Job(inputs, asyncio.get_running_loop().create_future())
-        job.done.add_done_callback(lambda done: self._forget(job) if done.cancelled() else None)
+        job.done.add_done_callback(lambda done: self._remove(job) if done.cancelled() else None)
         self._waiting.append(job)
-        self._came.set()
+        self._arrival.set()
         return job.done
 
-    def _forget(self, job: Job) -> None:
-        """Its client has gone: what it sent must not stay here until its turn comes."""
-        with contextlib.suppress(ValueError):  # it is being run
+    def _remove(self, job: Job) -> None:
+        """Remove the job of a disconnected client, to free its memory."""
+        with contextlib.suppress(ValueError):  # the job runs already
             self._waiting.remove(job)
 
     def wait_s(self) -> float:
-        """About how long a request that comes now would wait."""
+        """The approximate seconds that a new request would wait."""
         calls = -(-len(self._waiting) // max(1, self.batching.rows))
         return self._mean_s * (calls + 1)
 
@@ -162,53 +162,53 @@ class Queue:
                 continue
             self.running_since = time.monotonic()
             try:
-                answers = await loop.run_in_executor(self._thread, self._run, jobs)
-            except Exception as error:  # nothing in `_run` should raise, but nobody may wait for ever
-                answers = [error] * len(jobs)
-            took = time.monotonic() - self.running_since
-            self._mean_s = took if not self._mean_s else 0.9 * self._mean_s + 0.1 * took
+                results = await loop.run_in_executor(self._thread, self._run, jobs)
+            except Exception as error:  # `_run` should not raise, but a client must not wait for ever
+                results = [error] * len(jobs)
+            seconds = time.monotonic() - self.running_since
+            self._mean_s = seconds if not self._mean_s else 0.9 * self._mean_s + 0.1 * seconds
             self.running_since = None
-            self._metrics.ran(sum(job.rows for job in jobs), took)
-            for job, answer in zip(jobs, answers, strict=True):
-                if job.done.done():  # its client has gone
+            self._metrics.ran(sum(job.rows for job in jobs), seconds)
+            for job, result in zip(jobs, results, strict=True):
+                if job.done.done():  # the client has disconnected
                     continue
-                if isinstance(answer, BaseException):
-                    job.done.set_exception(answer)
+                if isinstance(result, BaseException):
+                    job.done.set_exception(result)
                 else:
-                    job.done.set_result(answer)
+                    job.done.set_result(result)
 
     async def _next(self) -> list[Job]:
-        """The oldest job and those that can go with it, once they are enough or it has waited enough."""
+        """The jobs of the next call. Waits until the call is full, or its oldest job has waited `wait_s`."""
         while True:
-            self._came.clear()
+            self._arrival.clear()
             while self._waiting and self._waiting[0].done.done():
                 self._waiting.popleft()
             if not self._waiting:
-                await self._came.wait()
+                await self._arrival.wait()
                 continue
-            jobs, full = self._together()
-            left = self._waiting[0].born + self._wait_s - time.monotonic()
+            jobs, full = self._batch()
+            left = self._waiting[0].arrived + self._wait_s - time.monotonic()
             if full or left <= 0:
                 break
             try:
                 async with asyncio.timeout(left):
-                    await self._came.wait()
+                    await self._arrival.wait()
             except TimeoutError:
-                jobs, _ = self._together()
+                jobs, _ = self._batch()
                 break
-        taken = set(map(id, jobs))
-        self._waiting = deque(job for job in self._waiting if id(job) not in taken)
+        chosen = set(map(id, jobs))
+        self._waiting = deque(job for job in self._waiting if id(job) not in chosen)
         for job in jobs:
-            self._metrics.waited(time.monotonic() - job.born)
+            self._metrics.waited(time.monotonic() - job.arrived)
         return jobs
 
-    def _together(self) -> tuple[list[Job], bool]:
-        """Those that would share the next call, and whether no other could join them."""
+    def _batch(self) -> tuple[list[Job], bool]:
+        """The jobs that would share the next call, and whether the call is full."""
         first = next((job for job in self._waiting if not job.done.done()), None)
         if first is None:
             return [], True
         rows = first.rows
-        if rows >= self.batching.rows:  # also where batching is off
+        if rows >= self.batching.rows:  # also if batching is off
             return [first], True
         jobs = [first]
         for job in self._waiting:
@@ -221,21 +221,21 @@ class Queue:
         return jobs, rows == self.batching.rows
 
     def _run(self, jobs: Sequence[Job]) -> list[Outputs | BaseException]:
-        """In the thread: all at once; if that fails, each alone, so that one cannot spoil another."""
+        """In the thread: run all jobs in one call. If it fails, run each alone, so that only one may fail."""
         if len(jobs) > 1:
             try:
                 flat = [joined(parts) for parts in zip(*(job.inputs for job in jobs), strict=True)]
                 return list(split(self._interface.run(flat), [job.rows for job in jobs]))
             except Exception as error:
                 self._metrics.split.inc()
-                self._tell(f"a batch failed and its requests run alone: {error_text(error)}")
+                self._print_once(f"a batch failed and its requests run alone: {error_text(error)}")
         return [self._alone(job) for job in jobs]
 
-    def _tell(self, sentence: str) -> None:
-        """Print it the first time; clients must not be able to fill a disk with it."""
-        if sentence not in self._printed and len(self._printed) < 20:
-            self._printed.add(sentence)
-            print(sentence, file=sys.stderr)
+    def _print_once(self, message: str) -> None:
+        """Print a message the first time, and at most 20 messages, so that clients cannot fill a disk."""
+        if message not in self._printed and len(self._printed) < 20:
+            self._printed.add(message)
+            print(message, file=sys.stderr)
 
     def _alone(self, job: Job) -> Outputs | BaseException:
         try:

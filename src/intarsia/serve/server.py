@@ -1,7 +1,7 @@
-"""A file to a running server: load it, say what it is, listen, and stop without losing a request.
+"""The server of a file: it loads the file, listens, and stops without losing a request.
 
-A server that stops answers 503 with `Connection: close` for a while first. uvicorn closes idle connections at
-once, and a request that is on its way over one would be lost.
+A stopping server first answers with status 503 and `Connection: close` for a while. uvicorn would close idle
+connections immediately, and lose requests that are on their way.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ from intarsia.serve.queue import SHARED
 
 
 def service_of(path: str, options: Options) -> Service:
-    """Load a file and make it ready: batching decided, every engine run once."""
+    """The service of a file, with its batching, after a first call of every engine."""
     interface = load_interface(path, options.imports)
     if interface.stateful and options.workers > 1:
-        raise InputError(
-            "a call changes this module's buffers, which workers do not share; serve it with one"
-        )
+        raise InputError("a call changes this module's buffers, which workers do not share; use one worker")
     batching = decide(interface, options.max_batch)
     if not interface.stateful:
         _warm(interface)
@@ -44,20 +42,21 @@ def service_of(path: str, options: Options) -> Service:
 
 
 def _warm(interface: Interface) -> None:
-    """Run once on zeros, so that the first request does not pay for what engines do at a first call."""
+    """Run once on zeros, since the first call of an engine may be slow."""
     try:
         interface.call(interface.example(interface.usual()))
-    except Exception as error:  # zeros may be no input of this model, and no request is worse off for it
+    except Exception as error:  # the model may not take zeros; then the first request is slower
         print(f"not warmed up: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def serve(path: str, options: Options, *, as_json: bool = False) -> None:
-    """Serve a file until SIGTERM or SIGINT; requests that were taken are answered before it returns."""
+    """Serve a file until SIGTERM or SIGINT. Requests in progress are answered before it returns."""
     service = service_of(path, options)
-    with _door(options) as listener:
+    with _listening_socket(options) as listener:
         address = f"http://{options.host}:{listener.getsockname()[1]}"
-        about = {"file": path, "address": address, **service.describe()}
-        print(json.dumps(about) if as_json else f"{path} at {address}\n{_summary(service)}", flush=True)
+        description = {"file": path, "address": address, **service.describe()}
+        text = json.dumps(description) if as_json else f"{path} at {address}\n{_summary(service)}"
+        print(text, flush=True)
         if options.workers == 1:
             run(service, listener)
         else:
@@ -66,13 +65,13 @@ def serve(path: str, options: Options, *, as_json: bool = False) -> None:
 
 
 def run(service: Service, listener: socket.socket) -> None:
-    """Answer on a socket until stopped."""
+    """Answer requests on a socket until the server is stopped."""
     options = service.options
     config = uvicorn.Config(
         app_of(service),
         ws="none",
         lifespan="on",
-        log_level="error",  # a warning for every odd request would fill a disk
+        log_level="error",  # warnings about invalid requests could fill a disk
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=max(1, round(options.stop_s)),
@@ -81,53 +80,53 @@ def run(service: Service, listener: socket.socket) -> None:
     Draining(config, service).run([listener])
     if service.queue.running_since is not None:
         print("a call of the module has not ended and is abandoned", file=sys.stderr, flush=True)
-        os._exit(1)  # its thread would keep the process from ending
+        os._exit(1)  # a normal exit would wait for its thread
 
 
 class Draining(uvicorn.Server):
-    """A server that, once stopped, answers with status 503 before it closes connections: no request is lost.
+    """A server that answers with status 503 for a while after it is stopped, so that no request is lost.
 
-    SIGTERM --> new requests get 503 and `Connection: close`, those taken are answered   (at most `linger_s`)
-            --> connections are closed, those with an answer to come when it has gone out (at most `stop_s`)
+    SIGTERM --> new requests get 503 and `Connection: close`; those in progress go on    (at most `linger_s`)
+            --> idle connections are closed, others after their response                 (at most `stop_s`)
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._service, self._hang_up_at = service, 0.0
-        self._silent: dict[Any, float] = {}  # connections that have not sent a whole request, since when
+        self._service, self._close_at = service, 0.0
+        self._idle: dict[Any, float] = {}  # connections without a complete request, and since when
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._service.stopping:  # told twice: now
+        if self._service.stopping:  # the second signal stops the server immediately
             self.should_exit = self.force_exit = True
             return
         self._service.stopping = True
-        self._hang_up_at = time.monotonic() + self._service.options.linger_s
+        self._close_at = time.monotonic() + self._service.options.linger_s
 
     async def on_tick(self, counter: int) -> bool:
         if self._service.stopping and (
-            time.monotonic() >= self._hang_up_at or not self.server_state.connections
+            time.monotonic() >= self._close_at or not self.server_state.connections
         ):
             self.should_exit: bool = True
         if counter % 10 == 0:
-            self._hang_up_on_silent()
+            self._close_idle()
         return await super().on_tick(counter)
 
-    def _hang_up_on_silent(self) -> None:
-        """Close connections that send nothing, or a request's head drop by drop; uvicorn would keep them."""
-        now, silent = time.monotonic(), {}
+    def _close_idle(self) -> None:
+        """Close connections that send no request, or its headers too slowly; uvicorn does not."""
+        now, idle = time.monotonic(), {}
         for connection in self.server_state.connections:
             cycle = getattr(connection, "cycle", None)
             busy = cycle is not None and not cycle.response_complete
             if busy or getattr(connection, "timeout_keep_alive_task", None) is not None:
                 continue
-            silent[connection] = self._silent.get(connection, now)
+            idle[connection] = self._idle.get(connection, now)
             transport = getattr(connection, "transport", None)
-            if now - silent[connection] > self._service.options.read_s and transport is not None:
+            if now - idle[connection] > self._service.options.read_s and transport is not None:
                 transport.close()
-        self._silent = silent
+        self._idle = idle
 
 
-def _door(options: Options) -> socket.socket:
+def _listening_socket(options: Options) -> socket.socket:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
@@ -145,7 +144,7 @@ def _summary(service: Service) -> str:
 
 
 def _run_workers(path: str, options: Options, listener: socket.socket) -> None:
-    """Processes that share one socket; a stop goes to all of them, and if one dies, all end."""
+    """Run several processes on one socket. A signal stops all of them; if one ends, all end."""
     spawn = multiprocessing.get_context("spawn")
     stopping = False
 
@@ -156,7 +155,7 @@ def _run_workers(path: str, options: Options, listener: socket.socket) -> None:
             if worker.pid is not None and worker.is_alive():
                 os.kill(worker.pid, signal.SIGTERM)
 
-    with _shared_figures():
+    with _shared_metrics():
         workers = [
             spawn.Process(target=_work, args=(path, options, listener)) for _ in range(options.workers)
         ]
@@ -175,7 +174,7 @@ def _run_workers(path: str, options: Options, listener: socket.socket) -> None:
                 signal.signal(sig, handler)
     if died:
         codes = ", ".join(str(worker.exitcode) for worker in workers)
-        raise IntarsiaError(f"a worker ended by itself, so the others were stopped (exit codes {codes})")
+        raise IntarsiaError(f"a worker ended unexpectedly, so the others were stopped (exit codes {codes})")
 
 
 def _work(path: str, options: Options, listener: socket.socket) -> None:
@@ -184,8 +183,8 @@ def _work(path: str, options: Options, listener: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def _shared_figures() -> Iterator[None]:
-    """A folder in which prometheus_client adds up the figures of several processes."""
+def _shared_metrics() -> Iterator[None]:
+    """The context of a folder in which prometheus_client collects the metrics of several processes."""
     if SHARED in os.environ:
         yield
         return

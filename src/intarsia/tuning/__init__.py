@@ -1,4 +1,4 @@
-"""Tuning programs that somebody else wrote: recorded calls, compiled modules in their places."""
+"""Tuning programs of other authors: their calls are recorded, and compiled programs replace their modules."""
 
 from intarsia.tuning.archive import load as load
 from intarsia.tuning.archive import save as save

@@ -1,4 +1,4 @@
-"""A tuned program as one file: its modules' programs, where they belong, and calls to verify them on."""
+"""Saving a tuned program: the programs of its modules, and the calls to compare them on when it is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def example_to_json(
     placed: PlacedForward, program: Compiled, call: Call, bundle: BundleWriter
 ) -> dict[str, Json]:
-    """A call, and how far the program's answer to it is from the module's own."""
+    """A call, and the error of the program's answer to it."""
     judge = Judge(placed.module)
     ours, truth = (judge.answer(call, answering).leaves for answering in (program, placed.own))
     args, kwargs = call
@@ -47,7 +47,10 @@ def example_from_json(program: Compiled, example: Mapping[str, Any], bundle: Bun
 
 
 def fault_of(module: nn.Module, program: Compiled, call: Call, error: float) -> str | None:
-    """How a program answers unlike a module, in a clause; in shorter arithmetic it may be off as it was."""
+    """How a program's answer differs from the module's, in a clause.
+
+    In shorter arithmetic, an answer may have up to twice the stored `error`.
+    """
     judge, lowered = Judge(module), program.lowered
     try:
         example = judged_example(judge, lowered, Example(call, example_inputs(lowered, *call)))
@@ -63,7 +66,7 @@ _FORMAT, _VERSION = "intarsia-tuned", 4
 
 
 def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
-    """Write the programs of all tuned modules into one file; a file that fails is deleted."""
+    """Write the programs of all tuned modules into one file. If saving fails, no file remains."""
     if not tuned.placed:
         raise ArchiveError("nothing is tuned, so there is nothing to save")
     bundle = BundleWriter()
@@ -90,48 +93,48 @@ def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], target: Any) -> Tuned:
-    """Put the programs of a file into the places of `target`, which must have the weights they were made of.
+    """Put the programs of a file into the modules of `target`, which must have the weights of the compile.
 
-    Each is run on the call that it was verified on, and must answer as its module. ArchiveError, and nothing
-    is put in place, where the file, the weights or the answers do not fit.
+    Each program runs on a stored call and must answer as its module. If the file, the weights or an answer
+    does not fit, ArchiveError is raised and nothing is changed.
     """
-    held = held_modules(target)
+    own_modules = held_modules(target)
     placed: dict[str, PlacedForward] = {}
     complaint = f"{os.fspath(path)} cannot be loaded"
     with complaining(complaint), open_bundle(path, _FORMAT, _VERSION) as bundle:
         modules, generating = _modules(bundle.manifest), bundle.manifest["generating"]
         for where in (*modules, *generating):
-            if where not in held:
-                raise ArchiveError(f"it tunes {where}, which this {type(target).__name__} has not")
-            check_weights(where, held[where], bundle.manifest["weights"][where])
-            if held[where].training:
+            if where not in own_modules:
+                raise ArchiveError(f"it tunes {where}, which this {type(target).__name__} does not have")
+            check_weights(where, own_modules[where], bundle.manifest["weights"][where])
+            if own_modules[where].training:
                 raise ArchiveError(f"{where} is in training mode; call eval() on it first")
         for where, description in generating.items():
             from intarsia.generation.archive import forward_from_json
 
-            placed[where], _ = forward_from_json(where, held[where], description, bundle)
+            placed[where], _ = forward_from_json(where, own_modules[where], description, bundle)
         for where, entries in modules.items():
-            pairs = [_program(where, held[where], entry, bundle) for entry in entries]
+            pairs = [_program(where, own_modules[where], entry, bundle) for entry in entries]
             programs, calls = [program for program, _ in pairs], [call for _, call in pairs]
-            placed[where] = PlacedForward(where, held[where], programs, calls)
+            placed[where] = PlacedForward(where, own_modules[where], programs, calls)
     for one in placed.values():
         one.put()
     unseen = [where for where in modules if None in placed[where].examples.values()]
-    reason = "was not compared with its programs: the file has no calls to do so"
+    reason = "was not compared with its programs, because the file has no calls"
     return Tuned(placed, {}, notes=[f"{where} {reason}" for where in unseen])
 
 
 def _program(
     where: str, module: nn.Module, entry: Mapping[str, Json], bundle: Bundle
 ) -> tuple[Compiled, Call | None]:
-    """A program, and the call on which it answers as the module does, if the file has one."""
+    """A program, and the stored call on which it answers as the module; None if the file has no call."""
     program, example = bundle.program(entry["program"]), entry["example"]
     if example is None:
         return program, None
     call = example_from_json(program, example, bundle)
     fault = fault_of(module, program, call, float(example["error"]))
     if fault is not None:
-        raise ArchiveError(f"{where} is another module than when it was saved: the program {fault}")
+        raise ArchiveError(f"{where} has changed since it was saved: the program {fault}")
     return program, call
 
 

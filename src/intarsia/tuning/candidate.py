@@ -1,4 +1,4 @@
-"""A module compiled for its recorded calls, or for generation, verified on them and timed; or why not."""
+"""A module compiled for its recorded calls, or for generation, compared on them and timed; or why not."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from intarsia.generation.forward import GeneratingForward
 
 
-_MOST_KINDS = 4  # of calls, each of which costs a compile
+_MOST_KINDS = 4  # of calls, since each kind costs a compile
 _TOKENS = 8  # that are timed after a prompt
-_LEAST_SHARE = 0.1  # of a module's time: a rarer kind of call is not worth a program
+_LEAST_SHARE = 0.1  # of the module's time that a kind of call must take to be compiled
 
 
 def compiled_for(
     path: str, module: nn.Module, calls: Recorded, options: CompileOptions, *, only_if_faster: bool
 ) -> PlacedForward | str:
-    """A `forward` for the module, or a clause that says why it stays as it is."""
-    reason = _not_now(module, calls)
+    """A `forward` for the module, or a clause that says why it has none."""
+    reason = _unsuitable(module, calls)
     if reason is not None:
         return reason
     if generates(module, calls):
         return generating_forward(path, module, calls, options, only_if_faster=only_if_faster)
-    reason = _not_alone(calls)
+    reason = _unsupported_arguments(calls)
     if reason is not None:
         return reason
     programs: list[Compiled] = []
@@ -61,7 +61,8 @@ def compiled_for(
     return PlacedForward(path, module, programs, examples) if programs else reasons[0]
 
 
-def _not_now(module: nn.Module, calls: Recorded) -> str | None:
+def _unsuitable(module: nn.Module, calls: Recorded) -> str | None:
+    """Why a module in its present state is not compiled; None if it can be."""
     if not calls.total:
         return "it was not called"
     if isinstance(module, torch.jit.ScriptModule):
@@ -71,7 +72,7 @@ def _not_now(module: nn.Module, calls: Recorded) -> str | None:
     if any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers())):
         return "its weights were made in inference mode, where torch does not count changes"
     if "forward" in module.__dict__:
-        return "its forward was replaced by somebody else"
+        return "its forward was replaced by other code"
     if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
         return "it has hooks"
     if any(kind.autocast for kind in calls.kinds):
@@ -79,12 +80,12 @@ def _not_now(module: nn.Module, calls: Recorded) -> str | None:
     return None
 
 
-def _not_alone(calls: Recorded) -> str | None:
-    """What a program that is called with what the module is called with cannot do."""
+def _unsupported_arguments(calls: Recorded) -> str | None:
+    """Why a program cannot take the arguments of the calls; None if it can."""
     if any(kind.fills for kind in calls.kinds):
         return "it changes a list or dictionary of its arguments"
     strange = [foreign(call.args, call.kwargs) for call in calls]
-    return next((f"it is given a {kind}" for kind in strange if kind is not None), None)
+    return next((f"its arguments contain a {kind}" for kind in strange if kind is not None), None)
 
 
 def _program(
@@ -117,7 +118,7 @@ def _program(
 def _fault(
     module: nn.Module, compiled: Compiled, kind: CallsOfKind, engines: Sequence[Engine], only_if_faster: bool
 ) -> str | None:
-    """Why the program must not, or need not, take the module's place."""
+    """Why the program must not, or need not, replace the module's forward."""
     if set(compiled.plan.engines) <= {PYTORCH}:
         return "all of it would run in PyTorch"
     changed = next((note for note in compiled.notes if note.startswith("frozen by capture")), None)
@@ -139,7 +140,7 @@ def _fault(
 
 
 def _slower(module: nn.Module, compiled: Compiled, call: RecordedCall) -> str | None:
-    """That the program is not faster, in a clause."""
+    """A clause if the program is not faster; None if it is."""
     with torch.no_grad():
         times = race(
             {
@@ -155,7 +156,7 @@ def _slower(module: nn.Module, compiled: Compiled, call: RecordedCall) -> str | 
 
 
 def generates(module: nn.Module, calls: Recorded) -> bool:
-    """Whether the module is a decoder of transformers, and was given prompts and a cache to fill."""
+    """Whether the module is a decoder of transformers that was called with prompts and a cache."""
     if "transformers" not in sys.modules:
         return False
     from transformers import PreTrainedModel
@@ -166,7 +167,7 @@ def generates(module: nn.Module, calls: Recorded) -> bool:
 def generating_forward(
     path: str, module: nn.Module, calls: Recorded, options: CompileOptions, *, only_if_faster: bool
 ) -> GeneratingForward | str:
-    """A `forward` for the model, for the rows seen and up to twice the tokens; or why it stays as it is."""
+    """A `forward` for generation, for the recorded rows and up to twice the tokens; or why there is none."""
     from intarsia.generation import compile_generation
     from intarsia.generation.check import LEAST
 
@@ -195,7 +196,7 @@ def generating_forward(
 
 
 def _prompts(calls: Recorded) -> list[torch.Tensor]:
-    """The token ids of calls that fill a cache with several tokens, the longest first."""
+    """The token ids of calls that put several tokens into a cache, the longest first."""
     prompts = [
         ids
         for kind in calls.kinds
@@ -212,7 +213,7 @@ def _is_padded(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _slower_generation(generation: Generation, prompt: torch.Tensor) -> str | None:
-    """That generating by programs is not faster, in a clause."""
+    """A clause if generating with programs is not faster; None if it is."""
 
     def timed(on: bool) -> Any:
         def run() -> Any:

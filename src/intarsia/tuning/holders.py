@@ -1,4 +1,4 @@
-"""The modules an object holds (a pipeline, a service, a dictionary of models), and who calls whom."""
+"""The modules in an object (a pipeline, a service, a dictionary of models), and which of them call which."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-_DEPTH = 6  # attributes of attributes, and so on
-_MOST = 50_000  # objects looked at
+_DEPTH = 6  # of attributes of attributes
+_MOST = 50_000  # objects that are visited
 
 
 def held_modules(target: Any) -> dict[str, nn.Module]:
-    """Every module in an object, by a path that a reader can follow; each module once.
+    """Every module in an object, once, by a path that describes where it is.
 
     >>> class Service:
     ...     def __init__(self):
@@ -55,23 +55,23 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield path, value.__self__
     elif isinstance(value, FunctionType):
-        for name in value.__code__.co_names:  # a handler of a service finds its model among the globals
+        for name in value.__code__.co_names:  # a service's handler may use a global model
             if name in value.__globals__:
                 yield name, value.__globals__[name]
         for cell, name in zip(value.__closure__ or (), value.__code__.co_freevars, strict=False):
             try:
                 yield f"{path}.{name}" if path else name, cell.cell_contents
-            except ValueError:  # a variable that has no value yet
+            except ValueError:  # a variable without a value
                 continue
     else:
         slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
-        held = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
-        for name, item in held.items():
+        attributes = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+        for name, item in attributes.items():
             yield f"{path}.{name}" if path else name, item
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    """The attributes that a class keeps outside of `__dict__`, under the names that `getattr` knows."""
+    """The slots of a class, by the names that `getattr` takes."""
     named = kind.__dict__.get("__slots__", ())
     slots = (named,) if isinstance(named, str) else tuple(named)
     return tuple(name for name in slots if not name.startswith("__"))
@@ -79,7 +79,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 @dataclass
 class CallTree:
-    """Seconds spent in each module, those within it included, and who called it (None: nobody of these)."""
+    """The seconds spent in each module, including its submodules, and its callers (None: other code)."""
 
     total: float = 0.0
     seconds: dict[nn.Module, float] = field(default_factory=dict)
@@ -90,16 +90,16 @@ class CallTree:
         return self.seconds.get(module, 0.0) / self.total if self.total else 0.0
 
     def called_by(self, caller: nn.Module | None) -> list[nn.Module]:
-        """The modules that `caller` called, the most costly first; None: that nobody of these called."""
+        """The modules that `caller` called, the slowest first; for None, those that other code called."""
         modules = [module for module, callers in self.callers.items() if caller in callers]
         return sorted(modules, key=lambda module: -self.seconds.get(module, 0.0))
 
 
-_LEAST_S, _MOST_RUNS = 0.2, 5  # a short call is run again, lest noise decide
+_LEAST_S, _MOST_RUNS = 0.2, 5  # a shorter call is repeated, to limit noise
 
 
 def call_tree(modules: Iterable[nn.Module], call: Callable[[], object]) -> CallTree:
-    """Run `call`, a short one several times, and note the calls of these modules.
+    """Run `call`, several times if it is short, and record the calls of these modules.
 
     >>> import torch
     >>> inner = nn.ReLU()
@@ -117,7 +117,7 @@ def call_tree(modules: Iterable[nn.Module], call: Callable[[], object]) -> CallT
 
     def after(module: nn.Module, _: Any, __: Any) -> None:
         stack = running.__dict__.get("stack", [])
-        while stack:  # a module that raised may have left others here
+        while stack:  # a module that raised may have left entries
             popped, start = stack.pop()
             if popped is module:
                 tree.seconds[module] = tree.seconds.get(module, 0.0) + time.perf_counter() - start

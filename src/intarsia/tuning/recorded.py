@@ -19,11 +19,11 @@ from intarsia.capture.example import copied_call
 from intarsia.capture.watch import Ended, watch_calls
 from intarsia.errors import InputError
 
-_KEPT = 6  # calls of one kind kept with their tensors; of the others, sizes and times are
+_STORED = 6  # calls of one kind whose tensors are stored; of others, only sizes and times
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-Kind = tuple[Any, ...]  # what calls that one program may answer have in common
-Sizes = tuple[Any, ...]  # the shape of each tensor of a call, and each whole number
+Kind = tuple[Any, ...]  # equal for calls that one program can answer
+Sizes = tuple[Any, ...]  # the shapes and integers of a call
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class RecordedCall:
 
 @dataclass
 class CallsOfKind:
-    """Calls that have the same structure, dtypes and ranks, and differ only in sizes and integers.
+    """Calls with the same structure, dtypes and ranks, which differ only in sizes and integers.
 
-    `dynamic_shapes` is what `intarsia.compile` needs to let vary what varied.
+    With `dynamic_shapes`, `intarsia.compile` lets what differs vary.
     """
 
     signature: inspect.Signature | None = None
     calls: list[RecordedCall] = field(default_factory=list)
-    seen: dict[Sizes, int] = field(default_factory=dict)  # how often calls of these sizes happened
+    seen: dict[Sizes, int] = field(default_factory=dict)  # the number of calls with these sizes
     seconds: float = 0.0
-    fills: bool = False  # the module put something into a list, dictionary or cache that it was given
-    autocast: bool = False  # autocast was on around a call
+    fills: bool = False  # the module added to a list, dictionary or cache among its arguments
+    autocast: bool = False  # a call ran under autocast
 
     def __len__(self) -> int:
         return sum(self.seen.values())
@@ -77,27 +77,26 @@ class CallsOfKind:
         example = self.example
         leaves, structure = pytree.tree_flatten((example.args, example.kwargs))
         columns = iter(list(zip(*self.seen, strict=True)))
-        asked: list[Any] = []
+        dims: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 shapes = next(columns)
                 axes = {a: _range({s[a] for s in shapes}) for a in range(leaf.dim())}
-                asked.append({a: held for a, held in axes.items() if held is not None} or None)
+                dims.append({a: dim for a, dim in axes.items() if dim is not None} or None)
             elif isinstance(leaf, int) and not isinstance(leaf, bool):
-                asked.append(_range(set(next(columns))))
+                dims.append(_range(set(next(columns))))
             else:
-                asked.append(None)
-        if not any(asked) or self.signature is None:
+                dims.append(None)
+        if not any(dims) or self.signature is None:
             return None
-        args, kwargs = pytree.tree_unflatten(asked, structure)
+        args, kwargs = pytree.tree_unflatten(dims, structure)
         return dict(self.signature.bind(*args, **kwargs).arguments)
 
 
 class Recorded(Sequence[RecordedCall]):
-    """The calls of one module. `kinds` groups calls that one program can answer, the most expensive kind
-    first.
+    """The calls of one module, in groups that one program can answer (`kinds`).
 
-    As a sequence it has the calls whose tensors were kept: a few of each kind.
+    As a sequence, it has the calls whose tensors are stored: a few of each kind.
     """
 
     def __init__(self, signature: inspect.Signature | None = None) -> None:
@@ -105,7 +104,7 @@ class Recorded(Sequence[RecordedCall]):
         self._kinds: dict[Kind, CallsOfKind] = {}
         self.total: int = 0
         self.seconds: float = 0.0
-        self.tokens: int = 0  # the most that a call had, those in its cache included
+        self.tokens: int = 0  # the largest number in a call, including those in its cache
 
     @property
     def kinds(self) -> list[CallsOfKind]:
@@ -139,7 +138,7 @@ class Recorded(Sequence[RecordedCall]):
         self.tokens = max(self.tokens, _tokens(kwargs))
         kind = self._kinds.setdefault(kind_of(args, kwargs), CallsOfKind(self._signature))
         sizes = sizes_of(args, kwargs)
-        if sizes not in kind.seen and len(kind.calls) < _KEPT:
+        if sizes not in kind.seen and len(kind.calls) < _STORED:
             with torch.inference_mode(False):
                 kind.calls.append(RecordedCall(*copied_call((args, kwargs))))
         kind.seen[sizes] = kind.seen.get(sizes, 0) + 1
@@ -147,7 +146,7 @@ class Recorded(Sequence[RecordedCall]):
         return kind
 
     def end(self, kind: CallsOfKind, sizes: Sizes, ended: Ended) -> None:
-        """Note the time of a call of these sizes; remove it if the module raised an error."""
+        """Record the end of a call of these sizes; remove the call if the module raised an error."""
         if not ended.failed:
             kind.fills = kind.fills or ended.fills
             kind.seconds += ended.seconds
@@ -173,7 +172,7 @@ class Recorded(Sequence[RecordedCall]):
 
 
 def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
-    """What calls must have in common so that one program can answer them.
+    """A key that is equal for calls that one program can answer.
 
     >>> kind_of((torch.ones(2), 3), {}) == kind_of((torch.ones(5), 4), {})
     True
@@ -185,7 +184,7 @@ def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
 
 
 def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
-    """The shapes and whole numbers of a call."""
+    """The shapes and integers of a call."""
     leaves = pytree.tree_leaves((args, kwargs))
     return tuple(
         tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
@@ -195,17 +194,17 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
 
 
 def foreign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The type of an argument that capture cannot decompose, such as a cache."""
+    """The type of an argument that capture does not support, such as a cache; None if there is none."""
     leaves = pytree.tree_leaves((args, kwargs))
     strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
     return type(strange[0]).__name__ if strange else None
 
 
 def _tokens(kwargs: dict[str, Any]) -> int:
-    """Those of a call to a model of transformers: what its cache holds, and the new ones."""
-    held = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
+    """The tokens of a call of a transformers model: those in its cache, and the new ones."""
+    cached = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
     ids = kwargs.get("input_ids")
-    return (int(held()) if held else 0) + (int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else 0)
+    return (int(cached()) if cached else 0) + (int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else 0)
 
 
 def _trait(leaf: Any) -> Any:
@@ -221,7 +220,7 @@ def _flat(sizes: Sizes) -> list[int]:
 
 
 def _range(seen: set[int]) -> Any:
-    if len(seen) < 2 or max(seen) < 1:  # no dimension is negative: such numbers stay what they are
+    if len(seen) < 2 or max(seen) < 1:  # a dimension is not negative, so such numbers do not vary
         return None
     return Dim.AUTO(min=max(0, min(seen)), max=2 * max(seen))
 
@@ -253,12 +252,12 @@ def recording(model: nn.Module) -> Iterator[Recorded]:
 
 
 def new_recorded(module: nn.Module) -> Recorded:
-    """No call yet, of this module."""
+    """An empty record for the calls of a module."""
     return Recorded(inspect.signature(module.forward))
 
 
 def watch(module: nn.Module, calls: Recorded) -> list[RemovableHandle]:
-    """Hooks that add every call of the module to `calls`, but for those that raise."""
+    """Hooks that add every call of the module to `calls`, except those that raise."""
 
     def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Ended], None]:
         return partial(calls.end, calls.begin(args, kwargs), sizes_of(args, kwargs))

@@ -1,7 +1,6 @@
-"""A script run as it is, its modules tuned while it runs.
+"""Running a script whose modules are tuned while it runs.
 
-The script is tuned while it runs: a second run would repeat its effects, and its modules would be other
-objects.
+A second run would repeat the script's effects, and would have other module objects.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from intarsia.tuning.recorded import Recorded, new_recorded, watch
 
 @dataclass
 class Watched:
-    """A module of the script: its calls before, its program or why it has none, its calls since."""
+    """A module of the script: its recorded calls, its program or why it has none, and its later calls."""
 
     name: str
     module: nn.Module
@@ -50,9 +49,9 @@ class Watched:
 
 
 class ScriptTuner:
-    """Watches the outermost modules that run; after some calls each is compiled and put in its place.
+    """Watches the outermost modules that run. After some calls, each is compiled and its forward replaced.
 
-    A module that cannot be compiled is opened: the modules that it calls are watched instead.
+    If a module cannot be compiled, the modules that it calls are watched instead.
     """
 
     def __init__(self, after: int, options: Mapping[str, Any], *, only_if_faster: bool = True) -> None:
@@ -62,11 +61,11 @@ class ScriptTuner:
         self._after, self._only_if_faster = after, only_if_faster
         self._options = CompileOptions.checked(options, "tune", preset=["fallback"])
         self._running, self._lock = threading.local(), threading.RLock()
-        self._busy = False  # compiling runs modules too, which are none of the script's calls
+        self._busy = False  # the compiler runs modules, too, which are not calls of the script
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, modules are watched and tuned; after it, all of them are as they were."""
+        """In the `with` block, modules are watched and tuned. After it, all are restored."""
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -89,20 +88,20 @@ class ScriptTuner:
     def _enter(self, module: nn.Module, _: Any) -> None:
         if self._busy:
             return
-        stack, known = self._stack(), self.watched.get(module)
-        if known is not None and known.placed is None and known.reason is None:
-            with self._lock:  # now, not at the end of the call before, whose time is still being taken
-                if known.calls.total >= self._after and known.placed is None and known.reason is None:
-                    self._compile(known)
+        stack, item = self._stack(), self.watched.get(module)
+        if item is not None and item.placed is None and item.reason is None:
+            with self._lock:  # not at the end of the call before, whose time is still measured then
+                if item.calls.total >= self._after and item.placed is None and item.reason is None:
+                    self._compile(item)
         callers = [self.watched.get(caller) for caller, _ in stack]
-        if known is None and all(c is not None and c.reason is not None for c in callers):
+        if item is None and all(c is not None and c.reason is not None for c in callers):
             with self._lock:
                 name = f"{type(module).__name__} {len(self.watched) + 1}"
                 if stack and callers[-1] is not None:
                     paths = {part: path for path, part in stack[-1][0].named_modules()}
                     name = f"{callers[-1].name}.{paths.get(module, type(module).__name__)}"
-                item = self.watched[module] = Watched(name, module, new_recorded(module))
-                item.handles = watch(module, item.calls)  # from the next call on: this one has begun
+                new = self.watched[module] = Watched(name, module, new_recorded(module))
+                new.handles = watch(module, new.calls)  # from the next call on, since this one has begun
         stack.append((module, time.perf_counter()))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
@@ -139,7 +138,7 @@ class ScriptTuner:
 
 
 def run_script(script: str, args: Sequence[str], tuner: ScriptTuner) -> int:
-    """Run a script as `python script.py args` would, its modules tuned; its exit status."""
+    """Run a script as `python script.py args`, with its modules tuned; returns its exit status."""
     path = Path(script)
     if not path.is_file():
         raise InputError(f"there is no script {script!r}")

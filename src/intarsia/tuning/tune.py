@@ -21,8 +21,8 @@ from intarsia.tuning.recorded import Recorded, new_recorded, watch
 class Tuned:
     """The modules of a program that run compiled.
 
-    `placed` has them by path, `left` says of others why they stay as they are, `before` and `after` are times
-    of the whole call. `restore()` puts everything back, and so does the end of a `with` block.
+    `placed` has their programs by path, and `left` the reasons of other modules. `before` and `after` are
+    times of the whole call. `restore()`, or the end of a `with` block, undoes everything.
     """
 
     placed: Mapping[str, PlacedForward]
@@ -119,7 +119,7 @@ def tune(
     if not modules:
         raise InputError(f"tune found no nn.Module in this {type(target).__name__}")
     paths = {module: path for path, module in modules.items()}
-    call()  # what happens but once, at the first call, is nobody's time
+    call()  # work that is done only at the first call does not count
     tree = call_tree(modules.values(), call)
     if not tree.callers:
         raise InputError(f"the call used none of the {len(modules)} modules in this {type(target).__name__}")
@@ -131,7 +131,7 @@ def tune(
     try:
         if placed:
             _measure(tuned, call, rounds, only_if_faster)
-    except BaseException:  # of the user's call: nobody would have what gives the modules back
+    except BaseException:  # from the user's call: without a result, nothing could restore the modules
         tuned.restore()
         raise
     return tuned
@@ -145,7 +145,7 @@ def _search(
     options: CompileOptions,
     only_if_faster: bool,
 ) -> tuple[dict[str, PlacedForward], dict[str, str]]:
-    """From the outermost modules inwards: compiled where it can be, else what is inside is looked at."""
+    """Compile the outermost modules; where one cannot be compiled, try the modules inside it."""
     placed: dict[str, PlacedForward] = {}
     left: dict[str, str] = {}
     seen: set[nn.Module] = set()
@@ -154,11 +154,11 @@ def _search(
         if tree.share(module) < least_share:
             left[paths[module]] = f"it takes {tree.share(module):.1%} of the time"
     while frontier:
-        worth = [module for module in frontier if module not in seen and tree.share(module) >= least_share]
+        candidates = [m for m in frontier if m not in seen and tree.share(m) >= least_share]
         seen.update(frontier)
-        calls = _recorded(worth, call)
+        calls = _recorded(candidates, call)
         frontier = []
-        for module in worth:
+        for module in candidates:
             outcome = compiled_for(
                 paths[module], module, calls[module], options, only_if_faster=only_if_faster
             )
@@ -172,7 +172,7 @@ def _search(
 
 
 def _without_repeats(left: Mapping[str, str]) -> dict[str, str]:
-    """The reasons, without those of modules within one that has the same."""
+    """The reasons, without those of modules inside one with the same reason."""
     return {
         path: reason
         for path, reason in left.items()
@@ -184,7 +184,7 @@ def _recorded(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.M
     if not modules:
         return {}
     calls = {module: new_recorded(module) for module in modules}
-    handles = [handle for module, held in calls.items() for handle in watch(module, held)]
+    handles = [handle for module, recorded in calls.items() for handle in watch(module, recorded)]
     try:
         call()
     finally:
@@ -194,7 +194,7 @@ def _recorded(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.M
 
 
 def _measure(tuned: Tuned, call: Callable[[], object], rounds: int, only_if_faster: bool) -> None:
-    """The whole call in turns, as it was and as it is."""
+    """Time the whole call in turns, with the original forwards and with the programs."""
 
     def timed(on: bool) -> Callable[[], object]:
         def run() -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.aten.kernels import filled, is_empty, is_float, static, whole, wide
+from intarsia.convert.aten.kernels import filled, is_empty, is_float, per_axis, static, whole, wide
 from intarsia.convert.aten.sizes import (
     Size,
     arange,
@@ -31,11 +32,6 @@ from intarsia.network import functional as F
 aten = torch.ops.aten
 
 
-def _per_axis(values: Any, rank: int, what: str) -> list[int]:
-    items = whole(values, what)
-    return items * rank if len(items) == 1 else items
-
-
 def _batched(x: Tensor, weight: Tensor) -> Tensor:
     return F.unsqueeze(x, [0]) if x.ndim == weight.ndim - 1 else x
 
@@ -54,7 +50,7 @@ def _conv(
     if is_empty(input, weight):
         return _of_nothing(ctx, bias)
     rank = weight.ndim - 2
-    strides, dilations = _per_axis(stride, rank, "stride"), _per_axis(dilation, rank, "dilation")
+    strides, dilations = per_axis(stride, rank, "stride"), per_axis(dilation, rank, "dilation")
     x, w = wide(_batched(input, weight)), wide(weight)
     if is_float(input):
         result = F.conv(
@@ -97,26 +93,19 @@ def _integer_conv(
     # (out, channels/groups, place) as (groups, out/groups, channels/groups, place)
     flat = F.reshape(w, [groups, out // groups, channels // groups, -1])
     total: Tensor | None = None
-    for place in range(_product(kernel)):
+    for place in range(math.prod(kernel)):
         window, rest = padded, place
         for i in reversed(range(rank)):
             rest, offset = divmod(rest, kernel[i])
             start = offset * dilations[i]
             end = start + (sizes[i] - 1) * strides[i] + 1
             window = F.slice(window, start, end, axis=2 + i, step=strides[i])
-        columns = F.reshape(window, [static(x, 0), groups, channels // groups, _product(sizes)])
+        columns = F.reshape(window, [static(x, 0), groups, channels // groups, math.prod(sizes)])
         term = F.matmul(F.gather(flat, place, axis=3), columns)
         total = term if total is None else F.add(total, term)
     if total is None:
         raise ConversionError(f"a kernel of sizes {tuple(kernel)} is not handled")
     return F.reshape(total, [static(x, 0), out, *sizes])
-
-
-def _product(values: list[int]) -> int:
-    total = 1
-    for value in values:
-        total *= value
-    return total
 
 
 @converter(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
@@ -134,8 +123,8 @@ def conv_transpose(
     if is_empty(input, weight):
         return _of_nothing(ctx, bias)
     rank = weight.ndim - 2
-    strides, dilations = _per_axis(stride, rank, "stride"), _per_axis(dilation, rank, "dilation")
-    padded, extra = _per_axis(padding, rank, "padding"), _per_axis(output_padding, rank, "output_padding")
+    strides, dilations = per_axis(stride, rank, "stride"), per_axis(dilation, rank, "dilation")
+    padded, extra = per_axis(padding, rank, "padding"), per_axis(output_padding, rank, "output_padding")
     x, w = wide(_batched(input, weight)), wide(weight)
     shift = None if bias is None else wide(bias)
     if not is_float(input):
@@ -241,12 +230,12 @@ def convolution(
         return conv_transpose(ctx, input, weight, bias, stride, padding, output_padding, groups, dilation)
     rank = weight.ndim - 2
     if padding == "same":
-        steps = _per_axis(dilation, rank, "dilation")
+        steps = per_axis(dilation, rank, "dilation")
         spans = [step * (static(weight, 2 + i) - 1) for i, step in enumerate(steps)]
         # torch puts the odd element at the end
         pads = [span // 2 for span in spans] + [span - span // 2 for span in spans]
     else:
-        pads = _per_axis(0 if padding == "valid" else padding, rank, "padding") * 2
+        pads = per_axis(0 if padding == "valid" else padding, rank, "padding") * 2
     return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
 
 

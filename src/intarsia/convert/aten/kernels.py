@@ -138,6 +138,12 @@ def whole(values: Any, what: str) -> list[int]:
     return items
 
 
+def per_axis(values: Any, rank: int, what: str) -> list[int]:
+    """A number for each axis, given once for all or each."""
+    items = whole(values, what)
+    return items * rank if len(items) == 1 else items
+
+
 def axes_of(dim: Any, rank: int) -> list[int]:
     """Dimensions counted from the front; None and [] mean all of them."""
     if dim is None or dim == []:

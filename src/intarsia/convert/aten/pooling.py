@@ -17,6 +17,7 @@ from intarsia.convert.aten.kernels import (
     is_empty,
     is_float,
     left_where,
+    per_axis,
     static,
     summed_up,
     used,
@@ -35,11 +36,6 @@ aten = torch.ops.aten
 # Sliding and adaptive windows spelled out as look-ups, for what no pooling kernel does as torch does.
 
 Places = np.ndarray[Any, np.dtype[np.int64]]  # (windows, places in a window) along one axis
-
-
-def per_axis(values: Any, rank: int, what: str) -> list[int]:
-    items = whole(values, what)
-    return items * rank if len(items) == 1 else items
 
 
 def sliding(size: int, kernel: int, stride: int, dilation: int) -> Places:

@@ -2,7 +2,8 @@
 
 All operands must be finite: a tensor that may not be finite is checked where a layer reads it. Of a product
 by weights the operand is, by the most that its sums may be, so that its kernel can go on with the next layer.
-So no infinity is hidden by what follows (relu of minus infinity is 0, and so is a number divided by it).
+So no infinity is hidden by what follows (relu of minus infinity is 0, and so is a number divided by it). A
+first version trusted layers to show infinities: on ARM (OpenVINO 2026.4) a ReLU behind a sum makes 0 of NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from intarsia.engines.guards.intervals import ANYTHING, INF, Interval, range_of,
 from intarsia.engines.guards.kinds import Guards, ValueGuard
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
-from intarsia.network.ops import MOVES_DATA, MULTIPLIES_WEIGHTS, NORMALIZES, RECURRENT
+from intarsia.network.ops import COMPARES, MOVES_DATA, MULTIPLIES_WEIGHTS, NORMALIZES, RECURRENT
 
 LARGEST_HALF = 65504.0
 _SAFE = Interval(-60000.0, 60000.0)  # below it no rounding makes an infinity
@@ -27,7 +28,6 @@ _TINY = 2.0**-14  # of less, digits are lost
 _SMALL = 1 << 15  # elements
 _CALM = 2.0**36  # the sum of a million numbers, each the largest
 _LOGARITHM = 100.0  # far beyond that of any number
-_COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
 
 def in_float16(net: Network, guards: Guards) -> Guards:
@@ -136,7 +136,7 @@ class _Watch:
 
 def _has_large_constant(layer: Layer, is_mask: bool) -> bool:
     """Whether a layer reads a constant that float16 cannot hold; refused unless it is a mask."""
-    if layer.kind in _COMPARISONS or _has_large_bound(layer):
+    if layer.kind in COMPARES or _has_large_bound(layer):
         return False  # what they are given is finite
     constants = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
     values = [number for t in constants if (number := torch_constant(t)) is not None]

@@ -198,7 +198,8 @@ _LIMITS = torch.finfo(torch.float32)
 def divides_by_floats(layer: Layer) -> bool:
     """Whether a layer divides by numbers that may be denormal in float32.
 
-    OpenVINO multiplies by the reciprocal, which overflows below 2**-128: 0 by such a number was NaN.
+    OpenVINO (2026.4) multiplies by the reciprocal, which overflows below 2**-128: 0 by such a number was NaN.
+    A guard would reduce every divisor in every call, so both operands are multiplied by 2**64 there.
     """
     return layer.kind == "Div" and layer.get_outputs(0)[0].dtype in _HAS_DENORMALS
 

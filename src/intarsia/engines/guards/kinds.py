@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,20 @@ class Guards:
 
     def all(self) -> list[AnyGuard]:
         return [*self.ranges.values(), *self.others]
+
+    def by_input(self, inputs: Collection[str]) -> tuple[dict[str, list[ValueGuard]], list[AnyGuard]]:
+        """The guards of inputs, and all others, which the engine computes a number for.
+
+        Inputs are checked before it runs: that is cheaper than a layer, and sees all bits of int64.
+        """
+        by_input: dict[str, list[ValueGuard]] = {}
+        others: list[AnyGuard] = []
+        for guard in self.all():
+            if isinstance(guard, ValueGuard) and guard.tensor in inputs:
+                by_input.setdefault(guard.tensor, []).append(guard)
+            else:
+                others.append(guard)
+        return by_input, others
 
 
 # Guards as a program looks at them: those of inputs, and those the engine computes a number for.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import fx
 
 from intarsia.engines.inductor.described import LEAST, empty_like, has_fixed_sizes, too_small
+from intarsia.errors import near_names
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -64,8 +64,7 @@ def unknown_option(options: Mapping[str, Any]) -> str | None:
     known = torch._inductor.list_options()
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            hint = near_names(name, known)
             return f"Inductor of torch {torch.__version__} has no option {name!r}{hint}"
     return None
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.mnn.layers import spread_choices, spreads_both
 from intarsia.engines.mnn.limits import add_checks, planned
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
+from intarsia.network.ops import COMPARES
 from intarsia.network.serialize import to_proto
-
-_COMPARISONS = frozenset({"Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual"})
 
 
 def written_out(net: Network, proto: Any) -> None:
@@ -33,7 +33,7 @@ def written_out(net: Network, proto: Any) -> None:
     layers = {layer.get_outputs()[0].name: layer for layer in net.get_layers()}
     nodes: list[Any] = []
     for node in proto.graph.node:
-        writer = _Writer(proto.graph, node.output[0])
+        writer = AppendedNodes(proto.graph, node.output[0], nodes)
         if node.op_type == "Gelu":
             attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
             _gelu(writer, node, attributes.get("approximate", b"none") == b"tanh")
@@ -41,15 +41,14 @@ def written_out(net: Network, proto: Any) -> None:
             _attend(writer, node, layers[node.output[0]])
         elif node.op_type == "Cast" and _target(node) == TensorProto.BOOL:
             _truth(writer, layers[node.output[0]])
-        elif node.op_type in _COMPARISONS:
+        elif node.op_type in COMPARES:
             _compare(writer, node, layers[node.output[0]])
         elif node.op_type == "Where":
             _choose(writer, node, layers[node.output[0]])
         elif node.op_type == "Gather":
             _gather(writer, node, layers[node.output[0]])
         else:
-            writer.nodes.append(node)
-        nodes += writer.nodes
+            nodes.append(node)
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
 
@@ -58,33 +57,7 @@ def _target(node: Any) -> int:
     return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
 
 
-_Operand = str | float | int | np.ndarray[Any, Any]  # the name of a tensor, or the values of a constant
-
-
-class _Writer:
-    """Nodes in place of one, named after its result."""
-
-    def __init__(self, graph: Any, result: str) -> None:
-        self._graph, self._result = graph, result
-        self.nodes: list[Any] = []
-        self._constants = 0
-
-    def add(self, op_type: str, *inputs: _Operand, last: bool = False, **attributes: Any) -> str:
-        name = self._result if last else f"{self._result}.{len(self.nodes)}"
-        operands = [x if isinstance(x, str) else self._constant(x) for x in inputs]
-        self.nodes.append(helper.make_node(op_type, operands, [name], **attributes))
-        return name
-
-    def _constant(self, values: float | int | np.ndarray[Any, Any]) -> str:
-        self._constants += 1
-        name = f"{self._result}.constant{self._constants}"
-        array = np.asarray(values)
-        array = array.astype(np.int64 if array.dtype.kind == "i" else np.float32)
-        self._graph.initializer.append(numpy_helper.from_array(array, name))
-        return name
-
-
-def _gelu(writer: _Writer, node: Any, by_tanh: bool) -> None:
+def _gelu(writer: AppendedNodes, node: Any, by_tanh: bool) -> None:
     add, x = writer.add, node.input[0]
     if by_tanh:
         cube = add("Mul", add("Mul", x, x), x)
@@ -95,7 +68,7 @@ def _gelu(writer: _Writer, node: Any, by_tanh: bool) -> None:
     add("Mul", add("Mul", x, 0.5), add("Add", gate, 1.0), last=True)
 
 
-def _truth(writer: _Writer, layer: Layer) -> None:
+def _truth(writer: AppendedNodes, layer: Layer) -> None:
     """MNN keeps the numbers that it casts to truth values."""
     x = layer.get_inputs(0)[0]
     assert x is not None
@@ -109,7 +82,7 @@ def _truth(writer: _Writer, layer: Layer) -> None:
     writer.add("Not", is_zero, last=True)
 
 
-def _compare(writer: _Writer, node: Any, layer: Layer) -> None:
+def _compare(writer: AppendedNodes, node: Any, layer: Layer) -> None:
     """MNN's Less and Equal compare the bits of floats: wrong for two negative ones, and for both zeros."""
     one, other = node.input
     if spreads_both(layer):
@@ -125,7 +98,7 @@ def _compare(writer: _Writer, node: Any, layer: Layer) -> None:
         writer.add(node.op_type, one, other, last=True)
 
 
-def _choose(writer: _Writer, node: Any, layer: Layer) -> None:
+def _choose(writer: AppendedNodes, node: Any, layer: Layer) -> None:
     operands = list(node.input)
     for place in spread_choices(layer):
         operands[place] = writer.add("Expand", operands[place], _sizes(layer))
@@ -136,7 +109,7 @@ def _sizes(layer: Layer) -> np.ndarray[Any, Any]:
     return np.array([int(size or 0) for size in layer.get_outputs(0)[0].shape])
 
 
-def _gather(writer: _Writer, node: Any, layer: Layer) -> None:
+def _gather(writer: AppendedNodes, node: Any, layer: Layer) -> None:
     """MNN reads memory at any index, and a guard of a computed index is checked only afterwards."""
     data, indices = layer.get_inputs(0, 1)
     assert data is not None and indices is not None
@@ -148,7 +121,7 @@ def _gather(writer: _Writer, node: Any, layer: Layer) -> None:
     writer.add("Gather", node.input[0], name, axis=axis, last=True)
 
 
-def _attend(writer: _Writer, node: Any, layer: Layer) -> None:
+def _attend(writer: AppendedNodes, node: Any, layer: Layer) -> None:
     add = writer.add
     q, k, v, *mask = node.input
     scores = add("MatMul", add("Mul", q, _scale(layer)), add("Transpose", k, perm=[0, 1, 3, 2]))

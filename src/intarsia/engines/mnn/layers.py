@@ -9,6 +9,7 @@ import onnx_ir as ir
 from intarsia.engines.mnn.limits import planned
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor
+from intarsia.network.ops import COMPARES
 
 # Which layers MNN runs as PyTorch does, and the forms that its converter reads.
 #
@@ -244,7 +245,7 @@ CONDITIONS: dict[str, Condition] = {
     **_kinds(_always, "Add Sub Mul Max Min Sum Softmax LogSoftmax Gemm Gelu Identity Flatten Sign"),
     **_kinds(_always, "Transpose Concat GlobalAveragePool GlobalMaxPool DepthToSpace SpaceToDepth Expand"),
     **_kinds(_always, "And Or Xor Not Shape Range ConstantOfShape"),
-    **_kinds(_compared, "Equal Less Greater LessOrEqual GreaterOrEqual"),
+    **dict.fromkeys(COMPARES, _compared),
     **_kinds(_constant(1), "Unsqueeze Squeeze Tile Pow PRelu Split"),
     **_kinds(_constant(1), "ReduceMean ReduceSum ReduceMax ReduceMin Trilu"),
     **_kinds(_constant(1, 2, 3), "Pad"),
@@ -267,10 +268,8 @@ CONDITIONS: dict[str, Condition] = {
 _MOVES = (
     "Identity Transpose Concat Reshape Unsqueeze Squeeze Expand Tile Gather Slice Split Flatten Where Cast"
 )
-_BOOLEANS = frozenset(
-    f"{_MOVES} And Or Xor Not Equal Less Greater LessOrEqual GreaterOrEqual Attention".split()
-)
-_INTEGERS = frozenset(
-    f"{_MOVES} Add Sub Mul Div Mod Max Min Neg Abs Sign Equal Less Greater LessOrEqual GreaterOrEqual CumSum"
-    " ReduceSum ReduceMax ReduceMin Shape Range ConstantOfShape Clip".split()
+_BOOLEANS = COMPARES | frozenset(f"{_MOVES} And Or Xor Not Attention".split())
+_INTEGERS = COMPARES | frozenset(
+    f"{_MOVES} Add Sub Mul Div Mod Max Min Neg Abs Sign CumSum ReduceSum ReduceMax ReduceMin Shape Range"
+    " ConstantOfShape Clip".split()
 )

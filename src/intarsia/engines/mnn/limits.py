@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
+from intarsia.engines.guards import appended
 from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, Product, ValueGuard
@@ -17,7 +19,7 @@ from intarsia.engines.guards.planner import FINITE, LOOKED_AT, plan_guards
 from intarsia.engines.mnn.program import CHECKS
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor
-from intarsia.network.ops import COUNTS, MOVES_DATA, NORMALIZES
+from intarsia.network.ops import COMPARES, COUNTS, MOVES_DATA, NORMALIZES
 
 # Compared with ONNX Runtime on MNN 3.6.1, x86_64, fifteen elements at a time: its kernels take some by
 # vectors and the rest one by one.
@@ -34,10 +36,10 @@ _BELOW = Interval(-math.inf, 2.0**100)
 _SQUARES_FIT = Interval(-(2.0**50), 2.0**50)
 _EXP = Interval(-math.inf, 80.0)  # of what is larger it makes 6e37, not infinity
 # Kernels that compute integers with all their 32 bits.
-_EXACT = (MOVES_DATA - {"Pad", "Trilu"}) | COUNTS | frozenset(
+_EXACT = (MOVES_DATA - {"Pad", "Trilu"}) | COMPARES | COUNTS | frozenset(
     {
-        "Add", "Sub", "Neg", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Cast", "Range",
-        "ReduceMax", "ReduceMin", "ReduceSum", "CumSum", "ConstantOfShape", "Shape",
+        "Add", "Sub", "Neg", "Cast", "Range", "ConstantOfShape",
+        "ReduceMax", "ReduceMin", "ReduceSum", "CumSum",
     }
 )  # fmt: skip
 # Kernels that hand NaN on; Relu makes 0 of it, Sigmoid and Tanh 1, comparisons take it for a number.
@@ -91,29 +93,13 @@ def planned(net: Network) -> Guards:
 
 
 def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
-    """Let the model compute a number for each guard that is not of an input, in one more output."""
+    """Let the model compute the guards that are not checked before it runs."""
     inputs = {tensor.name for tensor in net.get_inputs() if tensor.dtype in LOOKED_AT}
     tensors = {tensor.name: tensor for layer in net.get_layers() for tensor in layer.get_outputs()}
-    on_inputs: dict[str, list[ValueGuard]] = {}
-    computed: list[AnyGuard] = []
-    limits: list[float] = []
-    numbers: list[str] = []
-    nodes = AppendedNodes(model.graph, CHECKS)
-    for guard in guards.all():
-        if isinstance(guard, ValueGuard) and guard.tensor in inputs:
-            on_inputs.setdefault(guard.tensor, []).append(guard)
-            continue
-        number, limit = _number(nodes, guard, tensors)
-        computed.append(guard)
-        limits.append(limit)
-        numbers.append(nodes.add("Reshape", number, nodes.constant(np.array([1], np.int64))))
-    if numbers:
-        model.graph.node.append(helper.make_node("Concat", numbers, [CHECKS], axis=0))
-        model.graph.output.append(helper.make_tensor_value_info(CHECKS, TensorProto.FLOAT, [len(numbers)]))
-    return Checks(on_inputs, computed, np.array(limits, dtype=np.float32))
+    return appended.add_checks(model, CHECKS, guards, inputs, partial(_number, tensors))
 
 
-def _number(nodes: AppendedNodes, guard: AnyGuard, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+def _number(tensors: Mapping[str, Tensor], nodes: AppendedNodes, guard: AnyGuard) -> tuple[str, float]:
     """A number, and the most it may be; NaN is more than anything.
 
     MNN's Abs, Max and Min lose NaN. A product and a sum keep it, and `GreaterOrEqual` of it is false.
@@ -130,9 +116,9 @@ def _number(nodes: AppendedNodes, guard: AnyGuard, tensors: Mapping[str, Tensor]
         size = nodes.add("Abs", nodes.add("Cast", x, to=TensorProto.FLOAT))
         return nodes.add("ReduceSum", size, keepdims=0), guard.high
     dtype = np.float32 if is_float else np.int64
-    inside = nodes.add("GreaterOrEqual", nodes.constant(_bound(guard.high, dtype)), x)
+    inside = nodes.add("GreaterOrEqual", _bound(guard.high, dtype), x)
     if guard.low != -math.inf:
-        above = nodes.add("GreaterOrEqual", x, nodes.constant(_bound(guard.low, dtype)))
+        above = nodes.add("GreaterOrEqual", x, _bound(guard.low, dtype))
         inside = nodes.add("And", inside, above)
     misses = nodes.add("Cast", nodes.add("Not", inside), to=TensorProto.FLOAT)
     return nodes.add("ReduceMax", misses, keepdims=0), 0.5

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from intarsia.engines.base import GuardedProgram
-from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
 
@@ -32,10 +30,8 @@ class MnnProgram(GuardedProgram):
     def __init__(self, ports: Ports, module: Any, runtime: object, checks: Checks) -> None:
         import MNN.expr
 
+        super().__init__(ports, checks)
         self._ports = ports
-        self._names = [port.name for port in ports.inputs]
-        self._computed, self._limits = checks.computed, checks.limits
-        self._given = {name: [(g, input_check(g)) for g in guards] for name, guards in checks.inputs.items()}
         self._module = module
         self._runtime = runtime  # the module does not keep it alive
         self._expr = MNN.expr
@@ -46,23 +42,21 @@ class MnnProgram(GuardedProgram):
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if os.getpid() != self._process:
             return self._left(tensors, "MNN's threads do not exist in a forked process")
-        values = []
+        taken = []
         for port, tensor in zip(self._ports.inputs, tensors, strict=True):
             tensor = (
                 tensor.detach()
                 if isinstance(tensor, torch.Tensor)
                 else torch.tensor(tensor, dtype=port.dtype)
             )
-            reason = _refusal(port.name, tensor) or self._broken_input(port.name, tensor, tensors)
-            if reason is not None:
+            if (reason := _refusal(port.name, tensor)) is not None:
                 return self._left(tensors, reason)
-            values.append(self._value(tensor))
-        results = self._own_module().onForward(values)
-        if self._computed:
-            held = self._array(results.pop()) <= self._limits
-            if not held.all():
-                broken = [guard for guard, fine in zip(self._computed, held, strict=True) if not fine]
-                return self._left(tensors, sentence_about(broken, self._names, tensors))
+            taken.append(tensor)
+        if (reason := self._broken_input(lambda place: taken[place].numpy(), taken)) is not None:
+            return self._left(tensors, reason)
+        results = self._own_module().onForward(list(map(self._value, taken)))
+        if self._computed and (reason := self._broken(self._array(results.pop()), tensors)) is not None:
+            return self._left(tensors, reason)
         outputs = []
         for port, result in zip(self._ports.outputs, results, strict=True):
             outputs.append(output := torch.from_numpy(self._array(result)).to(port.dtype))
@@ -70,19 +64,6 @@ class MnnProgram(GuardedProgram):
             if reason is not None:
                 return self._left(tensors, reason)
         return tuple(outputs)
-
-    @property
-    def guards(self) -> list[str]:
-        """The conditions under which the engine answers, as text."""
-        return [str(g) for checks in self._given.values() for g, _ in checks] + [
-            str(g) for g in self._computed
-        ]
-
-    def _broken_input(self, name: str, tensor: torch.Tensor, tensors: Sequence[Any]) -> str | None:
-        for guard, holds in self._given.get(name, ()):
-            if not is_known_to_hold(guard, tensor) and not holds(tensor.numpy()):
-                return sentence_about([guard], self._names, tensors)
-        return None
 
     def _value(self, tensor: torch.Tensor) -> Any:
         is_float = tensor.dtype.is_floating_point

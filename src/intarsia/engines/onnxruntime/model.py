@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
+from intarsia.engines.guards import appended
 from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, ValueGuard
@@ -179,7 +181,8 @@ def _weights_on_gpu(weights: Weights) -> Values:
 
 # Guards of a network on ONNX Runtime: what its kernels cannot stand, and the layers that look at it.
 
-# What ONNX Runtime's kernels would answer unlike PyTorch.
+# What ONNX Runtime's kernels (1.31) would answer unlike PyTorch. A layer of its own for each, such as a
+# second pooling that looks for NaN, cost every convolutional model; a look at the input costs little.
 #
 # Norms are watched for numbers beyond 2**50: the squares overflow and leave 0 where torch has NaN, so a model
 # that explodes would look alive.
@@ -222,6 +225,7 @@ class OnnxRuntimeLimits:
             return _NUMBERS
         if kind == "GridSample":  # places are kept in 32 bits, and rounded: neighbours must not be far apart
             return _SMALL
+        # torch's also skips keys after a query, and NaN in them. After norms, intervals rule all of this out.
         if kind in _MASK:  # torch's kernel leaves a row whose scores are NaN or -inf at 0, this one at NaN
             return Interval(-math.inf, 2.0**100) if index == _MASK[kind] else FINITE
         if (kind in _NORMS and index == 0) or (kind == "com.microsoft::SkipLayerNormalization" and index < 2):
@@ -256,26 +260,7 @@ def add_checks(net: Network, model: Any, guards: Guards, *, look_at_inputs: bool
     """Let the model compute the guards that are not checked before it runs."""
     inputs = {t.name for t in net.get_inputs() if look_at_inputs and t.dtype in LOOKED_AT}
     types = {value.name: value.dtype for value in _all_values(net)}
-    on_inputs: dict[str, list[ValueGuard]] = {}
-    computed: list[AnyGuard] = []
-    limits: list[float] = []
-    nodes = AppendedNodes(model.graph, OUTPUT)
-    numbers = []
-    for guard in guards.all():
-        if not isinstance(guard, ValueGuard):
-            raise EngineError(f"a guard that ONNX Runtime has no layers for: {guard}")
-        if guard.tensor in inputs:
-            on_inputs.setdefault(guard.tensor, []).append(guard)
-            continue
-        number, limit = _number(nodes, guard, types[guard.tensor])
-        computed.append(guard)
-        limits.append(limit)
-        numbers.append(number)
-    if numbers:
-        flat = [nodes.add("Reshape", number, nodes.constant(np.array([1], np.int64))) for number in numbers]
-        model.graph.node.append(helper.make_node("Concat", flat, [OUTPUT], axis=0))
-        model.graph.output.append(helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, [len(flat)]))
-    return Checks(on_inputs, computed, np.array(limits, dtype=np.float32))
+    return appended.add_checks(model, OUTPUT, guards, inputs, partial(_number, types))
 
 
 def _all_values(net: Network) -> list[ir.Value]:
@@ -283,10 +268,14 @@ def _all_values(net: Network) -> list[ir.Value]:
     return [*(tensor.value for tensor in net.get_inputs()), *outputs]
 
 
-def _number(nodes: AppendedNodes, guard: ValueGuard, dtype: ir.DataType | None) -> tuple[str, float]:
+def _number(
+    types: Mapping[str | None, ir.DataType | None], nodes: AppendedNodes, guard: AnyGuard
+) -> tuple[str, float]:
     """A number, and the most it may be; NaN is more than anything."""
+    if not isinstance(guard, ValueGuard):
+        raise EngineError(f"a guard that ONNX Runtime has no layers for: {guard}")
     x = guard.tensor
-    if dtype != ir.DataType.FLOAT:
+    if types[x] != ir.DataType.FLOAT:
         x = nodes.add("Cast", x, to=TensorProto.FLOAT)
     open_below = guard.low == -math.inf and guard.high != math.inf  # minus infinity is allowed: it masks
     if guard.high == math.inf and guard.low != -math.inf:  # infinity is allowed, minus infinity is not
@@ -294,6 +283,6 @@ def _number(nodes: AppendedNodes, guard: ValueGuard, dtype: ir.DataType | None) 
     if not open_below and (guard.total or guard.low == -math.inf or guard.high >= 2.0**50):
         return nodes.add("ReduceL1", x, keepdims=0), guard.high
     size = x if open_below else nodes.add("Abs", x)
-    inside = nodes.add("LessOrEqual", size, nodes.constant(np.array(guard.high, np.float32)))
+    inside = nodes.add("LessOrEqual", size, float(guard.high))
     misses = nodes.add("Cast", nodes.add("Not", inside), to=TensorProto.FLOAT)
     return nodes.add("ReduceMax", misses, keepdims=0), 0.5

@@ -11,7 +11,6 @@ import torch
 import torch.utils.dlpack
 
 from intarsia.engines.base import Arrays, GuardedProgram, Program
-from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
 from intarsia.errors import EngineError, first_line
@@ -44,36 +43,11 @@ class Session(GuardedProgram):
     """The state of every session: its weights, the names of its inputs, and what must hold of values."""
 
     def __init__(self, ports: Ports, session: Any, weights: object, checks: Checks) -> None:
+        super().__init__(ports, checks)
         self._session = session
         self._weights = weights
-        self._names = [port.name for port in ports.inputs]
         self._dtypes = [port.dtype for port in ports.inputs]
         self._refusal = refusal()
-        self._computed, self._limits = checks.computed, checks.limits
-        self._given = [
-            (place, [(guard, input_check(guard)) for guard in checks.inputs[name]])
-            for place, name in enumerate(self._names)
-            if name in checks.inputs
-        ]
-
-    @property
-    def guards(self) -> list[str]:
-        """The conditions under which the engine answers, as text."""
-        return [str(g) for _, checks in self._given for g, _ in checks] + [str(g) for g in self._computed]
-
-    def _broken_input(self, array_at: Callable[[int], Any], tensors: Sequence[Any]) -> str | None:
-        for place, checks in self._given:
-            for guard, holds in checks:
-                if not is_known_to_hold(guard, tensors[place]) and not holds(array_at(place)):
-                    return sentence_about([guard], self._names, tensors)
-        return None
-
-    def _broken(self, numbers: Any, tensors: Sequence[Any]) -> str | None:
-        held = numbers <= self._limits
-        if held.all():
-            return None
-        broken = [guard for guard, fine in zip(self._computed, held, strict=True) if not fine]
-        return sentence_about(broken, self._names, tensors)
 
 
 class ArraySession(Session):

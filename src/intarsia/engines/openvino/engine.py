@@ -126,7 +126,10 @@ class OpenVINO(NetworkEngine):
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         from intarsia.engines.openvino.halves import is_gated
+        from intarsia.engines.openvino.packed import has_few_bits
 
+        if has_few_bits(net):
+            return None  # 2026.4 exports such weights with the model: they would be in the file twice
         try:
             model, _weights, checks = self._guarded(net)
             if self.precision != "f32" and is_gated(model):

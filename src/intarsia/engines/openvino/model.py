@@ -197,15 +197,8 @@ def add_checks(net: Network, model: Any, guards: Guards, *, float16: bool = Fals
     inputs = {t.name for t in net.get_inputs() if t.dtype in LOOKED_AT}
     # Sizes that the reader knows it has computed itself, with 64 bits.
     folded = guards.sizes - set(tensors)
-    on_inputs: dict[str, list[ValueGuard]] = {}
-    computed: list[AnyGuard] = []
-    for guard in guards.all():
-        if isinstance(guard, ValueGuard) and guard.tensor in inputs:
-            on_inputs.setdefault(guard.tensor, []).append(
-                guard
-            )  # cheaper than a layer, and int64 is seen whole
-        elif not folded.intersection(guard.tensors):
-            computed.append(guard)
+    on_inputs, others = guards.by_input(inputs)
+    computed = [guard for guard in others if not folded.intersection(guard.tensors)]
     for name, index in guards.held.items():
         if name in tensors:
             _hold(ov, tensors[name], index, tensors)

@@ -28,6 +28,11 @@ class PackedWeight:
     layer: Layer
 
 
+def has_few_bits(net: Network) -> bool:
+    """Whether a product reads a weight in few bits."""
+    return any(layer.as_layer().op_type == _KIND for layer in net.get_layers())
+
+
 def as_inputs(net: Network, proto: Any, weights: Weights) -> list[PackedWeight]:
     """Let a model take the weights of such products as inputs, and multiply by them as they are."""
     layers = {

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from intarsia.engines.base import GrowingFile, GuardedProgram
-from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Checks
 from intarsia.engines.openvino.core import compile_model, core
 from intarsia.engines.ports import Ports
@@ -67,36 +66,44 @@ def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | 
                 return None
             data.set("offset", str(places[str(layer.get("name"))]))
         tree.write(described)
-        read = core().read_model(described, file.path)
-        compiled = compile_model(read, {**config, **_WITHOUT_WEIGHTS})
-        blob = bytes(compiled.export_model().getvalue())
+        blob, expected = _exported(described, config, file.path)
         try:
             again, _kept = imported(memoryview(bytearray(blob)), config, file.path)
-            return blob if _answer_alike(compiled, again) else None
+            return blob if _are_alike(_answer(again), expected) else None
         except Exception:  # what OpenVINO refuses of its own is not worth a file's space
             return None
+
+
+def _exported(described: Path, config: Mapping[str, Any], path: str) -> tuple[bytes, list[Any]]:
+    """A model compiled, as a file without its weights, and what it answers."""
+    compiled = compile_model(core().read_model(described, path), {**config, **_WITHOUT_WEIGHTS})
+    return bytes(compiled.export_model().getvalue()), _answer(compiled)
 
 
 def _divides_integers(op: Any) -> bool:
     return op.get_type_name() in _DIVISIONS and op.get_output_element_type(0).is_integral()
 
 
-def _answer_alike(one: Any, other: Any) -> bool:
-    """Whether two compiled models give the same bits for some inputs.
+def _answer(compiled: Any) -> list[Any]:
+    """What a compiled model answers to some inputs.
 
-    Where sizes vary they are not run: OpenVINO crashes on sizes that do not fit each other, and which sizes
-    fit is not known here.
+    Where sizes vary it is not run: OpenVINO crashes on sizes that do not fit each other, and which sizes fit
+    is not known here.
     """
-    if any(port.get_partial_shape().is_dynamic for port in one.inputs):
-        return True
+    if any(port.get_partial_shape().is_dynamic for port in compiled.inputs):
+        return []
     inputs = []
-    for port in one.inputs:
+    for port in compiled.inputs:
         shape = [size.get_length() for size in port.get_partial_shape()]
         dtype, count = port.get_element_type().to_dtype(), int(np.prod(shape))
         values = np.linspace(-1, 1, count) if np.issubdtype(dtype, np.floating) else np.zeros(count)
         inputs.append(values.astype(dtype).reshape(shape))
-    answers = [model.create_infer_request().infer(inputs, share_outputs=False) for model in (one, other)]
-    pairs = zip(answers[0].values(), answers[1].values(), strict=True)
+    return list(compiled.create_infer_request().infer(inputs, share_outputs=False).values())
+
+
+def _are_alike(one: list[Any], other: list[Any]) -> bool:
+    """Whether answers have the same bits."""
+    pairs = zip(one, other, strict=True)
     return all(np.array_equal(a, b, equal_nan=np.issubdtype(a.dtype, np.floating)) for a, b in pairs)
 
 
@@ -155,28 +162,18 @@ class CompiledModel(GuardedProgram):
     def __init__(self, ports: Ports, compiled: Any, weights: object, checks: Checks | None) -> None:
         import openvino
 
-        self._guards = [] if checks is None else checks.computed
-        self._limits = None if checks is None else checks.limits
-        self._names = [port.name for port in ports.inputs]
+        super().__init__(ports, checks or Checks())
         self._vary = [i for i, port in enumerate(ports.inputs) if checks and port.shape is None]
         self._compiled = compiled
         self._weights = weights  # the model reads them where they lie
         self._tensor = openvino.Tensor
         # An input that no layer reads is not an input of the model any more.
         places = {name: place for place, match in enumerate(compiled.inputs) for name in match.names}
-        input_guards = {} if checks is None else checks.inputs
-        self._inputs = [
-            (
-                places.get(port.name),
-                port.dtype,
-                [(g, input_check(g)) for g in input_guards.get(port.name, [])],
-            )
-            for port in ports.inputs
-        ]
+        self._inputs = [(places.get(port.name), port.dtype) for port in ports.inputs]
         self._outputs = [(port.dtype, port.shape) for port in ports.outputs]
         self._types = {
             dtype: _ov_type(openvino, dtype)
-            for dtype in [*(d for _, d, _ in self._inputs), *(d for d, _ in self._outputs)]
+            for dtype in [*(d for _, d in self._inputs), *(d for d, _ in self._outputs)]
         }
         self._requests = threading.local()
 
@@ -187,8 +184,8 @@ class CompiledModel(GuardedProgram):
             request = self._compiled.create_infer_request()
             own["bound"] = [None] * len(self._inputs)
             own["small"] = self._small_outputs(request)
-            if self._guards:
-                own["numbers"] = np.zeros(len(self._guards), np.float32)
+            if self._computed:
+                own["numbers"] = np.zeros(len(self._computed), np.float32)
                 request.set_output_tensor(
                     len(self._outputs), self._tensor(own["numbers"], shared_memory=True)
                 )
@@ -196,18 +193,21 @@ class CompiledModel(GuardedProgram):
         if self._vary and self._too_long(tensors):
             return self._left(tensors, f"a dimension is longer than {LONGEST_INPUT}")
         read: list[torch.Tensor] = []  # the request does not keep alive the memory it reads
-        bound = own["bound"]
-        for place, ((port, dtype, checks), tensor) in enumerate(zip(self._inputs, tensors, strict=True)):
-            if port is None:
-                continue
+        for (port, dtype), tensor in zip(self._inputs, tensors, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 tensor = torch.tensor(tensor, dtype=dtype)
             elif tensor.requires_grad:
                 tensor = tensor.detach()
-            read.append(tensor := tensor.contiguous())
-            for guard, holds in checks:
-                if not is_known_to_hold(guard, tensor) and not holds(tensor.numpy()):
-                    return self._left(tensors, sentence_about([guard], self._names, tensors))
+            read.append(tensor if port is None else tensor.contiguous())
+        if (
+            self._given
+            and (reason := self._broken_input(lambda place: read[place].numpy(), read)) is not None
+        ):
+            return self._left(tensors, reason)
+        bound = own["bound"]
+        for place, ((port, _), tensor) in enumerate(zip(self._inputs, read, strict=True)):
+            if port is None:
+                continue
             memory = (tensor.data_ptr(), tensor.shape, tensor.dtype)
             if memory != bound[place]:  # a cache of keys and values stands where it stood at the last call
                 request.set_input_tensor(port, self._share(tensor))
@@ -223,9 +223,8 @@ class CompiledModel(GuardedProgram):
                 request.set_output_tensor(index, self._share(out))
             results.append(out)
         request.infer()
-        if self._guards and not (held := own["numbers"] <= self._limits).all():
-            broken = [guard for guard, fine in zip(self._guards, held, strict=True) if not fine]
-            return self._left(tensors, sentence_about(broken, self._names, tensors))
+        if self._computed and (reason := self._broken(own["numbers"], tensors)) is not None:
+            return self._left(tensors, reason)
         for index, (dtype, shape) in enumerate(self._outputs):
             if index in small:
                 results[index] = small[index].clone()
@@ -242,11 +241,6 @@ class CompiledModel(GuardedProgram):
             results[index] = torch.empty(shape, dtype=dtype)
             request.set_output_tensor(index, self._share(results[index]))
         return results
-
-    @property
-    def guards(self) -> list[str]:
-        """The conditions under which the engine answers, as text."""
-        return [str(g) for _, _, checks in self._inputs for g, _ in checks] + [str(g) for g in self._guards]
 
     def _too_long(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         return any(max(tensors[i].shape, default=0) > LONGEST_INPUT for i in self._vary)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from intarsia.lower.purity import arguments
+
 
 class Mixes(Exception):
     """Rows are not independent here. The message is a clause."""
@@ -164,10 +166,8 @@ def _holds(place: Any, kind: type) -> bool:
 
 def _bound(node: fx.Node) -> tuple[list[str], dict[str, Any]]:
     """The names in the operator's schema, or numbers if it has none, and the arguments by these names."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        names, bound = [str(i) for i in range(len(node.args))], {}
-    else:
-        names = [argument.name for argument in schema.arguments]
-        bound = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    return names, {**bound, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if hasattr(node.target, "_schema"):
+        bound = arguments(node)
+        return list(bound), bound
+    names = [str(i) for i in range(len(node.args))]
+    return names, dict(zip(names, node.args, strict=True)) | node.kwargs

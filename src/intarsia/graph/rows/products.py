@@ -92,16 +92,16 @@ def einsum(call: Call) -> Placement:
     equation = call.arg("equation").replace(" ", "")
     if "." in equation or "->" not in equation:
         raise Unknown(f"{call.name} of {equation} is not supported")
-    terms, made = equation.split("->")
+    terms, result = equation.split("->")
     places = list(zip(terms.split(","), call.of("tensors"), strict=True))
     letters = {term[where.axis] for term, where in places if isinstance(where, Rows)}
     if len(letters) != 1:
         raise Mixes(f"{call.name} of {equation} combines different rows")
     (letter,) = letters
     fixed = any(letter in term for term, where in places if not isinstance(where, Rows))
-    if fixed or made.count(letter) != 1 or any(term.count(letter) > 1 for term, _ in places):
+    if fixed or result.count(letter) != 1 or any(term.count(letter) > 1 for term, _ in places):
         raise Mixes(f"{call.name} of {equation} sums over the batch")
-    return call.at(made.index(letter))
+    return call.at(result.index(letter))
 
 
 def recurrent(call: Call) -> Any:
@@ -114,4 +114,4 @@ def recurrent(call: Call) -> Any:
     if any(not isinstance(state, Rows) or state.axis != 1 for state in states):
         raise Mixes(f"{call.name} begins with a state that is not of the same rows")
     result = call.result
-    return tuple(call.at(batch if place == 0 else 1, made) for place, made in enumerate(result))
+    return tuple(call.at(batch if place == 0 else 1, value) for place, value in enumerate(result))

@@ -46,7 +46,7 @@ def mixing(module: fx.GraphModule, calls: Sequence[tuple[int, Sequence[Any]]]) -
 
 
 def _outputs(module: fx.GraphModule, placed: Mapping[fx.Node, Any]) -> str | None:
-    returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+    returned: Any = module.graph.output_node().args[0]
     for number, item in enumerate(returned):
         if isinstance(item, fx.Node) and placed[item] != Rows(0):
             return f"output {number} does not have one entry for each row along its first axis"
@@ -155,7 +155,7 @@ class _TrainingWalk(_Walk):
         inner._entering = entering.get  # type: ignore[method-assign, assignment]
         value = inner.run(*(self.env[a] if isinstance(a, fx.Node) else a for a in given))
         self.doubts += inner.doubts
-        results = next(iter(reversed(body.graph.nodes))).args[0]
+        results = body.graph.output_node().args[0]
         places = tuple(inner.placed.get(r) for r in results) if isinstance(results, tuple | list) else None
         self.placed[n] = inner.placed.get(results) if places is None else places
         return value

@@ -18,30 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from intarsia.network.functional.core import (
-    DTypeLike as DTypeLike,
-)
-from intarsia.network.functional.core import (
-    Operand as Operand,
-)
-from intarsia.network.functional.core import (
-    Scalar as Scalar,
-)
-from intarsia.network.functional.core import (
-    constant as constant,
-)
-from intarsia.network.functional.core import (
-    ints as ints,
-)
-from intarsia.network.functional.core import (
-    op as op,
-)
-from intarsia.network.functional.core import (
-    opaque as opaque,
-)
-from intarsia.network.functional.core import (
-    ops as ops,
-)
+from intarsia.network.functional.core import *  # noqa: F403
 from intarsia.network.functional.elementwise import *  # noqa: F403
 from intarsia.network.functional.elementwise import (
     add,

@@ -16,6 +16,8 @@ from intarsia.network.infer import infer
 from intarsia.network.network import Network, Tensor, default_net
 from intarsia.network.value import Shape
 
+__all__ = ["DTypeLike", "Operand", "Scalar", "constant", "ints", "op", "opaque", "ops"]
+
 Scalar = bool | int | float
 Operand = Tensor | Scalar | np.ndarray[Any, Any] | torch.Tensor
 DTypeLike = ir.DataType | torch.dtype

@@ -41,15 +41,15 @@ def reshape(x: Tensor, sizes: Sequence[Size] | Tensor, *, keep_zeros: bool = Fal
     target = sizes if isinstance(sizes, Tensor) else size_vector(sizes)
     if keep_zeros:
         return op("Reshape", x, target)
-    known = target.constant
-    zero = known is not None and 0 in known
-    if not zero and known is not None:
+    values = target.constant
+    zero = values is not None and 0 in values
+    if not zero and values is not None:
         return op("Reshape", x, target)
     # ONNX reads a 0 as "copy the input's size" unless `allowzero` is set, which excludes a -1.
-    if known is not None and -1 in known:
-        known = np.where(known == -1, _missing_size(x, known), known)
-        return op("Reshape", x, ints([int(d) for d in known]), allowzero=1)
-    allow_zero = known is not None or not isinstance(sizes, Sequence) or -1 not in sizes
+    if values is not None and -1 in values:
+        values = np.where(values == -1, _missing_size(x, values), values)
+        return op("Reshape", x, ints([int(d) for d in values]), allowzero=1)
+    allow_zero = values is not None or not isinstance(sizes, Sequence) or -1 not in sizes
     return op("Reshape", x, target, allowzero=1 if allow_zero else None)
 
 

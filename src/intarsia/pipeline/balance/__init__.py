@@ -1,4 +1,4 @@
-"""Balancing: the number of layers of each stage."""
+"""Balances: the number of layers in each stage."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from intarsia.pipeline.balance.profile import profile_sizes, profile_times
 from intarsia.pipeline.balance.solver import Solution, balance_stages, solve
+from intarsia.pipeline.gpipe.stream import indexed
 
 __all__ = ["Solution", "balance_by_size", "balance_by_time", "balance_cost", "balance_stages"]
 
@@ -43,14 +44,14 @@ def balance_by_time(
     3
 
     Args:
-        partitions: how many stages.
-        module: the module; copies of its layers are measured, one at a time.
-        sample: a mini-batch, or better a micro-batch, such as the stages will get.
-        timeout: about how many seconds to measure, warm-up aside.
-        device: where to measure: the current CUDA device by default, or the CPU where there is none.
-        recompute: whether a second forward pass, for checkpointing, belongs to a layer's time.
-        cache: whether times measured before, of equal layers on this machine, are used and kept.
-        progress: whether a progress bar is shown on a terminal.
+        partitions: the number of stages.
+        module: the module. Copies of its layers are measured, one at a time.
+        sample: an example input. A micro-batch gives better results than a mini-batch.
+        timeout: the approximate seconds of measurement, without warm-up.
+        device: the device to measure on. By default, the current CUDA device, or the CPU if there is none.
+        recompute: whether to add a second forward pass, for checkpointing, to the time of a layer.
+        cache: whether to reuse and store the times of equal layers on this machine.
+        progress: whether to show a progress bar on a terminal.
     """
     times = profile_times(
         module, sample, timeout, _device(device), recompute=recompute, cache=cache, progress=progress
@@ -75,13 +76,13 @@ def balance_by_size(
     [1, 1]
 
     Args:
-        partitions: how many stages.
-        module: the module; copies of its layers are run, one at a time.
+        partitions: the number of stages.
+        module: the module. Copies of its layers run, one at a time.
         input: a mini-batch.
-        chunks: into how many micro-batches it will be cut.
+        chunks: the number of micro-batches in the mini-batch.
         param_scale: bytes in training per byte of parameters: 2 to 3 for SGD, 4 to 5 for Adam.
-        device: where to run: the current CUDA device, whose allocator is asked, or the CPU.
-        progress: whether a progress bar is shown on a terminal.
+        device: the device to run on. By default, the current CUDA device, or the CPU if there is none.
+        progress: whether to show a progress bar on a terminal.
     """
     return balance_cost(
         profile_sizes(module, input, chunks, param_scale, _device(device), progress=progress), partitions
@@ -91,7 +92,4 @@ def balance_by_size(
 def _device(device: Device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    return indexed(torch.device(device))

@@ -1,4 +1,4 @@
-"""Measured costs on disk, by the content of what was measured."""
+"""Measured costs on disk, by a digest of the layer."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from intarsia.cache.machine import machine_key
 from intarsia.cache.store import JsonStore, cache_directory
 from intarsia.pipeline.gpipe.microbatch import Batch
 
-# More than this many costs are never kept; the oldest go.
+# The most costs in the file; the oldest are deleted.
 MAX_ENTRIES = 20_000
 
 
 def cache_path() -> Path:
-    """Where the costs are kept: `profiles.json` in the cache directory."""
+    """The file of costs: `profiles.json` in the cache directory."""
     return cache_directory() / "profiles.json"
 
 
 class CostCache:
-    """Costs in a JSON file. Switched off, it knows nothing and keeps nothing."""
+    """Costs in a JSON file. A disabled cache is empty and stores nothing."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.store: JsonStore | None = JsonStore(cache_path()) if enabled else None
-        self.fresh: dict[str, float] = {}
-        self.known: dict[str, float] = {} if self.store is None else _costs(self.store.read())
+        self.new_costs: dict[str, float] = {}
+        self.costs: dict[str, float] = {} if self.store is None else _costs(self.store.read())
 
     def get(self, key: str | None) -> float | None:
-        """The cost of something measured before."""
-        return None if key is None else self.known.get(key)
+        """The stored cost, or None."""
+        return None if key is None else self.costs.get(key)
 
     def put(self, key: str | None, cost: float) -> None:
-        """Remember a cost; without a key there is nothing to find it by."""
+        """Store a cost, if there is a key."""
         if key is not None and self.store is not None:
-            self.fresh[key] = self.known[key] = cost
+            self.new_costs[key] = self.costs[key] = cost
 
     def save(self) -> None:
-        """Write what is new; another process may have written meanwhile, and keeps what it wrote."""
-        if self.store is not None and self.fresh:
-            self.store.update(self.fresh, keep=MAX_ENTRIES)
+        """Write the new costs. Costs that another process has written meanwhile stay."""
+        if self.store is not None and self.new_costs:
+            self.store.update(self.new_costs, keep=MAX_ENTRIES)
 
 
 def _costs(table: dict[str, Any]) -> dict[str, float]:
@@ -55,10 +55,10 @@ def _costs(table: dict[str, Any]) -> dict[str, float]:
 def layer_key(
     layer: nn.Module, batch: Batch, skips: dict[Any, Any], device: torch.device, kind: str
 ) -> str | None:
-    """A digest of everything a layer's cost depends on; None where that cannot be written down.
+    """A digest of everything that a layer's cost depends on; None if the layer cannot be pickled.
 
-    It holds the layer's attributes, the code of its methods, shapes and types of tensors (not their
-    values), and the machine. A layer of a local class, or one that holds a closure, has no such digest.
+    It covers the layer's attributes, the code of its methods, shapes and dtypes of tensors (not their
+    values), and the machine. A layer of a local class, or with a closure, cannot be pickled.
     """
     buffer = io.BytesIO()
     try:
@@ -75,7 +75,7 @@ def layer_key(
 
 
 class _ContentPickler(pickle.Pickler):
-    """Writes shapes and types where tensors stand."""
+    """Writes shapes and dtypes in place of tensors."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -84,7 +84,7 @@ class _ContentPickler(pickle.Pickler):
 
 
 def _code_of(cls: type[nn.Module]) -> str:
-    """The code of a module class and its bases, as far as it is Python and not torch's own."""
+    """A digest of the code of a module class and its bases; for bases in torch, of their names."""
     digest = hashlib.blake2b(digest_size=16)
     for base in cls.__mro__:
         if base.__module__.split(".")[0] in ("torch", "builtins"):

@@ -1,7 +1,7 @@
-"""What each layer costs: time, measured; memory, by what stays alive for the backward pass.
+"""The cost of each layer: its measured time, or the memory that stays alive for the backward pass.
 
-Layers are no nodes of a graph (`stages/profile.py`): a layer stashes and pops skips, may hand on any objects,
-is timed as a whole for its share of a budget, and its time is kept on disk by its code.
+Layers are not nodes of a graph (`stages/profile.py`). A layer stashes and pops skips and may return any
+objects. It is timed as a whole, and its time is stored on disk by a digest of its code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[n
 
 
 def detach(batch: Batch) -> None:
-    """Cut a batch off its graph; what needed a gradient still needs it."""
+    """Detach the tensors of a batch; `requires_grad` stays as it is."""
     batch[:] = tuple(_fresh(x) for x in batch)
 
 
@@ -51,11 +51,11 @@ class LayerProbe:
         self.skips = skips
         self.output: Batch | None = None
         self.skips_after: dict[Any, Any] = {}
-        # A layer that changes its input in place gets a copy; the first run finds out.
+        # A layer that changes its input in place gets a copy. None: the first run decides.
         self.mutates: bool | None = None
 
     def inputs(self) -> tuple[Batch, SkipTracker]:
-        """A fresh input and fresh skips, cut off from what came before."""
+        """A new input and new skips, detached from the layers before."""
         batch, tracker = self.batch.copy(), SkipTracker()
         detach(batch)
         tracker.tensors = {k: _fresh(v) if isinstance(v, Tensor) else v for k, v in self.skips.items()}
@@ -64,7 +64,7 @@ class LayerProbe:
         return batch, tracker
 
     def forward(self, batch: Batch, tracker: SkipTracker) -> list[Tensor]:
-        """Run once; what is returned, stashed skips included, is where gradients will come in."""
+        """Run once, and return the tensors that receive gradients: outputs and stashed skips."""
         entering = {id(value) for value in tracker.tensors.values()}
         before = versions(batch)
         with use_skip_tracker(tracker):
@@ -77,10 +77,13 @@ class LayerProbe:
 
 
 def probes(module: nn.Sequential, sample: Any, device: torch.device) -> Iterator[LayerProbe]:
-    """Every layer of a module in turn, each fed by the one before; each must be run before the next comes."""
+    """Every layer of a module, with the output of the layer before as input.
+
+    Run each layer before you take the next one.
+    """
     if any(parameter.grad is not None for parameter in module.parameters()):
         raise ValueError(
-            "some parameter already has a gradient; profile before the first backward, "
+            "a parameter already has a gradient; profile before the first backward pass, "
             "or after zero_grad(set_to_none=True)"
         )
     batch = Batch(sample)
@@ -96,11 +99,11 @@ def probes(module: nn.Sequential, sample: Any, device: torch.device) -> Iterator
 
 
 def live_bytes(probe: LayerProbe, batch: Batch, tracker: SkipTracker) -> int:
-    """Run a layer once and count what its graph holds: saved tensors, leaves it made, and its outputs.
+    """Run a layer once and return the bytes in its graph: saved tensors, new leaves, and its outputs.
 
-    Every storage counts once; parameters, buffers and the input (an output of the layer before) do not.
+    Every storage counts once. Parameters, buffers and the input (an output of the layer before) do not count.
     """
-    seen: list[Tensor] = []  # held, so that no address is used twice
+    seen: list[Tensor] = []  # keeps the tensors alive, so that no address is reused
 
     def note(tensor: Tensor) -> Tensor:
         seen.append(tensor)
@@ -121,7 +124,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _leaves(outputs: list[Tensor]) -> list[Tensor]:
-    """The leaf tensors a graph accumulates gradients into."""
+    """The leaf tensors into which a graph accumulates gradients."""
     leaves, visited = [], set()
     todo: list[Any] = [output.grad_fn for output in outputs]
     while todo:
@@ -152,10 +155,11 @@ def profile_times(
     cache: bool = True,
     progress: bool = True,
 ) -> list[float]:
-    """The seconds each layer takes for a training step on the sample: forward, backward (the gradient of
-    its input included) and, with `recompute`, forward once more for checkpointing.
+    """The seconds of each layer in a training step on the sample: forward, backward (with the gradient of the
+    input) and, with `recompute`, a second forward pass for checkpointing.
 
-    Each layer is warmed up and then run for its share of `timeout`, three times at least; the median counts.
+    Each layer is warmed up, and runs for its share of `timeout`, at least three times; the result is the
+    median.
     """
     costs = CostCache(cache)
     seconds = []
@@ -163,13 +167,13 @@ def profile_times(
     layers = probes(module, sample, device)
     for probe in counted(layers, len(module), "profiling time") if progress else layers:
         key = layer_key(probe.layer, probe.batch, probe.skips, device, kind) if cache else None
-        known = costs.get(key)
-        if known is None:
-            known = _measure(probe, timeout / len(module), device, recompute)
-            costs.put(key, known)
+        cost = costs.get(key)
+        if cost is None:
+            cost = _measure(probe, timeout / len(module), device, recompute)
+            costs.put(key, cost)
         else:
             probe.forward(*probe.inputs())  # the next layer needs its output
-        seconds.append(known)
+        seconds.append(cost)
     costs.save()
     return seconds
 
@@ -217,11 +221,11 @@ def profile_sizes(
     *,
     progress: bool = True,
 ) -> list[int]:
-    """The bytes each layer takes in training: what one micro-batch leaves alive for the backward pass,
-    and `param_scale` times its parameters.
+    """The bytes of each layer in training: what one micro-batch keeps alive for the backward pass, and
+    `param_scale` times its parameters.
 
-    On a CUDA device the allocator is asked; elsewhere the bytes are counted, tensor by tensor, on a few
-    samples: they grow by the same amount with every sample.
+    On a CUDA device, the allocator reports the bytes. On the CPU, they are counted tensor by tensor for 2 and
+    3 samples, since every further sample adds the same number of bytes.
     """
     if chunks < 1:
         raise ValueError(f"the number of chunks must be positive, got {chunks}")
@@ -246,7 +250,7 @@ def _alive(module: nn.Sequential, sample: Any, device: torch.device, progress: b
         if device.type != "cuda":
             alive.append(live_bytes(probe, batch, tracker))
             continue
-        probe.forward(*probe.inputs())  # workspaces and the like are not of one micro-batch
+        probe.forward(*probe.inputs())  # so that workspaces are allocated before
         probe.output = None
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

@@ -1,7 +1,8 @@
-"""The balance problem, solved exactly: of numbers alone, and with memory, speeds, prices of cuts and pins.
+"""Exact solvers of the balance problem: for plain costs, and with memory, speeds, prices of cuts and pins.
 
-Two solvers: that of numbers alone takes 0.1 ms for 24 layers on 4 stages, the other 30 ms, and the planner
-asks for thousands of balances. It is also exact for floats of any size, whose squares would overflow here.
+There are two: the solver for plain costs takes 0.1 ms for 24 layers on 4 stages, the other 30 ms, and the
+planner needs thousands of balances. The first is also exact for floats of any size, whose squares would
+overflow in the other.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Number = TypeVar("Number", int, float)
 
 
 def solve(sequence: Sequence[Number], partitions: int = 1) -> list[list[Number]]:
-    """Cut a sequence into blocks, none empty, that minimise the largest sum. Exact.
+    """Cut a sequence into non-empty blocks so that the largest sum is minimal.
 
-    Where several cuts have the same largest sum, the blocks are kept as even as they can be from the
-    left. Floats are compared as the exact numbers they are.
+    If several cuts have the same largest sum, the blocks are as even as possible from the left. Floats are
+    compared exactly, without rounding.
 
     >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
     [[1, 2, 3, 4], [5, 6]]
@@ -39,28 +40,29 @@ def solve(sequence: Sequence[Number], partitions: int = 1) -> list[list[Number]]
 
 
 def prefix_sums(sequence: Sequence[int | float]) -> list[int]:
-    """The sums of all prefixes, as whole numbers on one exact scale."""
+    """The sums of all prefixes, scaled to integers so that they are exact."""
     wrong = [x for x in sequence if not (math.isfinite(x) and x >= 0)]
     if wrong:
         raise ValueError(f"costs must be finite and not negative, got {wrong[0]}")
     if all(isinstance(x, Integral) for x in sequence):
         return [0, *accumulate(int(x) for x in sequence)]
-    # A float is a whole number over a power of two, so the largest denominator serves them all.
+    # A float is an integer over a power of two, so all denominators divide the largest.
     ratios = [float(x).as_integer_ratio() for x in sequence]
     scale = max(denominator for _, denominator in ratios)
     return [0, *accumulate(numerator * (scale // denominator) for numerator, denominator in ratios)]
 
 
 def smallest_bottleneck(sums: list[int], partitions: int) -> int:
-    """The smallest cap such that so many blocks under it cover everything.
+    """The smallest cap such that `partitions` blocks under the cap cover the sequence.
 
-    Bisection over caps, but each probe moves a bound to a sum that really occurs: a cap that is enough
-    comes down to the largest block it made, one that is not goes up to the smallest that changes a block.
+    A bisection over caps in which each probe moves a bound to a sum that occurs. If a cap is enough, the
+    upper bound becomes the largest block under it. If not, the lower bound becomes the smallest cap that
+    makes some block longer.
     """
     total, count = sums[-1], len(sums) - 1
     largest = max(sums[i + 1] - sums[i] for i in range(count))
     low = max(largest, -(-total // partitions))
-    high = -(-total // partitions) + largest  # greedy always succeeds with this
+    high = -(-total // partitions) + largest  # greedy blocks always fit under this cap
     while low < high:
         cap = (low + high) // 2
         start, used, following = 0, 0, high
@@ -78,9 +80,9 @@ def smallest_bottleneck(sums: list[int], partitions: int) -> int:
 
 
 def even_cuts(sums: list[int], partitions: int, cap: int) -> list[int]:
-    """Cuts that keep every block under the cap and not empty, each as near to the average as it can be."""
+    """Cuts into non-empty blocks under the cap, each block as near to the average as possible."""
     count = len(sums) - 1
-    # earliest[b]: from where on the blocks b, b+1, ... can hold the rest
+    # earliest[b]: the first place from which the blocks b, b+1, ... can hold the rest
     earliest = [count] * (partitions + 1)
     for b in range(partitions - 1, 0, -1):
         reach = _first_at_least(sums, sums[earliest[b + 1]] - cap)
@@ -91,7 +93,7 @@ def even_cuts(sums: list[int], partitions: int, cap: int) -> list[int]:
         low = max(start + 1, earliest[b])
         high = min(bisect_right(sums, sums[start] + cap) - 1, count - (partitions - b))
         remaining = partitions - b + 1
-        # The cut nearest to an equal share of what is left: compared times `remaining`, to stay exact.
+        # The cut nearest to an equal share of the rest. Both sides are multiplied by `remaining`: integers.
         target = sums[start] * remaining + sums[count] - sums[start]
         right = min(max(_first_at_least(sums, -(-target // remaining)), low), high)
         left = max(right - 1, low)
@@ -110,7 +112,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Solution:
-    """A balance: layers per stage, and the time of each stage; the slowest sets the pace."""
+    """A balance: the layers and the time of each stage."""
 
     balance: list[int]
     times: list[float]
@@ -132,7 +134,7 @@ def balance_stages(
     pins: Mapping[int, int] | None = None,
     together: Iterable[tuple[int, int]] = (),
 ) -> Solution:
-    """The balance whose slowest stage is fastest. Exact; among equals, the most even one.
+    """The balance with the fastest slowest stage; among several, the one with the most even stages.
 
     >>> balance_stages([4, 1, 1, 1, 1], 2).balance
     [1, 4]
@@ -143,13 +145,13 @@ def balance_stages(
 
     Args:
         costs: the time of each layer on a device of speed 1.
-        stages: how many stages; none is empty.
+        stages: the number of stages; none is empty.
         memory: the memory of each layer, in any unit.
-        memory_cap: the most a stage may take: one number, or one per stage.
-        speeds: how fast each stage's device is.
-        cut_costs: for each place between two layers, the time to send what crosses it; the stage
-            before the cut pays.
-        pins: layers that must be in a certain stage.
+        memory_cap: the most memory of a stage: one number, or one per stage.
+        speeds: the speed of each stage's device.
+        cut_costs: for each place between two layers, the time to send the tensors that cross it. It is added
+            to the time of the stage before the cut.
+        pins: layers that must be in a certain stage, by number.
         together: pairs of layers that no cut may separate.
     """
     n = len(costs)
@@ -177,34 +179,34 @@ def balance_stages(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Stage j holds the layers start..end-1; all that may not be is said by the least start it may have."""
+    """Stage j holds the layers start..end-1. Every constraint is a lower bound of its start."""
 
     costs: Vector  # sums of prefixes
     speeds: Vector
     cut_costs: Vector  # after layer i; 0 after the last
     memory: Vector | None  # sums of prefixes
     caps: Vector
-    earliest: list[list[int]]  # per stage and its end, where it may start at the earliest by the pins
-    forbidden: NDArray[np.bool_]  # cut positions
+    earliest: list[list[int]]  # by stage and end: the first start that the pins allow
+    forbidden: NDArray[np.bool_]  # by place: whether no cut may be there
 
     @property
     def layers(self) -> int:
         return len(self.costs) - 1
 
     def times(self, stage: int, starts: Indices, ends: Indices) -> Vector:
-        """The times a stage takes."""
+        """The times of a stage, for pairs of starts and ends."""
         times: Vector = (self.costs[ends] - self.costs[starts]) / self.speeds[stage] + self.cut_costs[
             ends - 1
         ]
         return times
 
     def stage_times(self, cuts: list[int]) -> list[float]:
-        """The time of every stage between given cuts."""
+        """The time of every stage between cuts."""
         spans = enumerate(pairwise(np.array(cuts)))
         return [float(self.times(j, a, b)) for j, (a, b) in spans]
 
     def least_starts(self, stage: int, cap: float) -> Indices:
-        """For every end, the first layer a stage may start at to stay under the cap; the end if it cannot."""
+        """For every end, the first start that keeps the stage under the cap; the end if there is none."""
         ends = np.arange(1, self.layers + 1)
         guess = self.costs[ends] - (cap - self.cut_costs[ends - 1]) * self.speeds[stage]
         starts = np.searchsorted(self.costs, guess)
@@ -217,7 +219,7 @@ class _Problem:
         return np.concatenate([[0], np.maximum(starts, np.array(self.earliest[stage])[1:])])
 
     def reached(self, cap: float) -> list[NDArray[np.bool_]] | None:
-        """For every stage where it may end if none is slower than the cap; None if the last cannot finish."""
+        """For every stage, where it may end if no stage is slower than the cap; None if there is none."""
         reach = np.zeros(self.layers + 1, dtype=bool)
         reach[0] = True
         reached = [reach]
@@ -232,7 +234,7 @@ class _Problem:
     def least_bottleneck(self) -> float | None:
         """The least possible time of the slowest stage.
 
-        Bisection down to neighbouring floats; each success comes down to a time that really occurs.
+        A bisection down to adjacent floats; each success lowers the bound to a time that occurs.
         """
         low, high = -1.0, float(self.costs[-1] / self.speeds.min() + self.cut_costs.max())
         if self.reached(high) is None:
@@ -246,7 +248,7 @@ class _Problem:
         return high
 
     def realised(self, reached: list[NDArray[np.bool_]], cap: float) -> float:
-        """The bottleneck of one balance under the cap."""
+        """The time of the slowest stage in one balance under the cap."""
         cuts = [self.layers]
         for stage in range(len(self.speeds) - 1, -1, -1):
             least = int(self.least_starts(stage, cap)[cuts[-1]])
@@ -254,7 +256,7 @@ class _Problem:
         return max(self.stage_times(cuts[::-1]))
 
     def most_even(self, bottleneck: float) -> list[int]:
-        """The cuts with the least sum of squared stage times, no stage slower than the bottleneck."""
+        """The cuts with the least sum of squared times, among those without a slower stage."""
         n, stages = self.layers, len(self.speeds)
         best = np.full(n + 1, np.inf)
         best[0] = 0.0
@@ -279,7 +281,7 @@ class _Problem:
 def _exact_starts(
     starts: Indices, ends: Indices, fits: Callable[[Indices, Indices], NDArray[np.bool_]]
 ) -> Indices:
-    """Correct starts that rounding put a little off: the first that fits, or the end."""
+    """Starts corrected for rounding: the first start that fits, or the end."""
     starts = np.minimum(starts, ends)
     while (off := (starts < ends) & ~fits(starts, ends)).any():
         starts = starts + off
@@ -321,7 +323,7 @@ def _earliest_starts(n: int, stages: int, pins: Mapping[int, int]) -> list[list[
             raise ValueError(f"layer {layer} cannot be pinned to stage {stage}: {n} layers, {stages} stages")
     earliest = []
     for stage in range(stages):
-        # A stage starts after the last layer before its end that belongs to another.
+        # A stage starts after the last layer before its end that is pinned to another stage.
         starts = [0]
         for layer in range(n):
             starts.append(layer + 1 if pins.get(layer, stage) != stage else starts[-1])

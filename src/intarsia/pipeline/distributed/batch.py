@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, and what all ranks agree on before a step: lengths, precision, weights."""
+"""A batch cut into micro-batches; lengths, precision and weights, which ranks agree on before a step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 
 
 def part_sizes(samples: int, count: int, least: int = 0) -> list[int]:
-    """How many samples each micro-batch has: equal parts, of which the last may be shorter, or empty.
+    """The samples of each micro-batch: equal parts, except that the last ones may be shorter or empty.
 
-    A part takes `least` samples or more while there are any.
+    A part has at least `least` samples, as long as samples remain.
 
     >>> part_sizes(7, 4), part_sizes(5, 4), part_sizes(3, 4, least=2)
     ([2, 2, 2, 1], [2, 2, 1, 0], [2, 1, 0, 0])
@@ -32,11 +32,11 @@ def part_sizes(samples: int, count: int, least: int = 0) -> list[int]:
 def divide(
     signature: CallSignature, tensors: Sequence[Tensor], count: int, device: torch.device
 ) -> tuple[list[Tensor], dict[str, int], int]:
-    """The tensors of a batch, ready to be cut in equal parts, the lengths of one part, and the samples.
+    """The tensors of a batch, ready to be cut into equal parts; the lengths of one part; and the samples.
 
-    The batch is brought to the front. If it does not divide, its last sample is repeated; what the stages
-    give for these is cut off again, before the loss. So it is where there are fewer samples for each
-    micro-batch than the capture holds for.
+    The batch dimension is moved to the front. If the batch does not divide, or if a part would have fewer
+    samples than the graph allows, the last sample is repeated. The outputs for the copies are removed before
+    the loss.
     """
     parts, ready, samples = [], [], 0
     for spec, tensor in zip(signature.tensors, tensors, strict=True):
@@ -56,7 +56,7 @@ def divide(
 
 
 def first_part(signature: CallSignature, ready: Sequence[Tensor], count: int) -> list[Tensor]:
-    """The first of `count` micro-batches, from what `divide` made ready, as the model takes it."""
+    """The first of `count` micro-batches, from the tensors of `divide`, in the model's form."""
     parts = []
     for spec, tensor in zip(signature.tensors, ready, strict=True):
         axis = signature.axis(spec)
@@ -68,7 +68,7 @@ def first_part(signature: CallSignature, ready: Sequence[Tensor], count: int) ->
 def divide_target(
     target: Any, count: int, axis: int, device: torch.device, least: int = 0
 ) -> tuple[list[Any], int]:
-    """A target cut as the batch is and on its device, and its samples (-1 without a target)."""
+    """A target cut like the batch, on `device`, and its samples (-1 without a target)."""
     if target is None:
         return [NO_TARGET] * count, -1
     leaves, spec = pytree.tree_flatten(target)
@@ -90,7 +90,7 @@ def divide_target(
 def join(
     signature: CallSignature, specs: Sequence[TensorSpec], chunks: Sequence[Sequence[Tensor]], samples: int
 ) -> Any:
-    """The outputs of all micro-batches as the model gives them; those without a batch are stacked."""
+    """The joined outputs of all micro-batches, as the model returns them; those without a batch, stacked."""
     joined = []
     for spec, column in zip(specs, zip(*(bare(c, specs) for c in chunks), strict=True), strict=True):
         axis = signature.axis(spec)
@@ -105,7 +105,7 @@ def join(
 def real_part(
     signature: CallSignature, specs: Sequence[TensorSpec], outputs: Sequence[Tensor], samples: int
 ) -> list[Tensor]:
-    """The outputs of one micro-batch for its first samples: the others are there to fill it up."""
+    """The outputs of one micro-batch without those for copies: the first `samples` samples."""
     parts = []
     for spec, output in zip(specs, bare(outputs, specs), strict=True):
         axis = signature.axis(spec)
@@ -115,64 +115,64 @@ def real_part(
 
 
 def bare(outputs: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """The outputs of one micro-batch, numbers without the dimension they travelled with."""
+    """The outputs of one micro-batch. Scalars lose the dimension that they had on the wire."""
     return [o.reshape(()) if s.shape == () else o for o, s in zip(outputs, specs, strict=True)]
 
 
 _PRECISIONS: tuple[Precision, ...] = (None, torch.bfloat16, torch.float16, torch.float32)
-_UNKNOWN = -1  # a number that another rank knows
-_NO_MATTER = 0.0  # of a rank that learns nothing
+_UNKNOWN = -1  # a number that only another rank has
+_NO_SCALE = 0.0  # the scale of a rank without trainable parameters
 
 
 @dataclass(frozen=True)
 class AgreedBatch:
-    """One rank's batch: tensors on the first, targets on the last, the lengths of a micro-batch on all."""
+    """One rank's batch: tensors on the first rank, targets on the last, and the lengths on all."""
 
     tensors: Sequence[Tensor]
     targets: Sequence[Any]
-    weights: Sequence[float]  # how much the loss of each micro-batch counts
-    total: float  # the sum of all weights, of every replica
-    lengths: dict[str, int]
+    weights: Sequence[float]  # the weight of each micro-batch's loss
+    total: float  # the sum of all weights, over all replicas
+    lengths: dict[str, int]  # of a micro-batch
     sizes: list[int]  # the samples of each micro-batch
-    scale: float  # what scalers multiply the loss by
-    is_scaled: bool  # whether any rank that learns has a scaler
+    scale: float  # the factor of the gradient scalers
+    is_scaled: bool  # whether any rank has a scaler
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a rank needs to know to agree: how calls look, who takes part, and which part it plays."""
+    """The settings of a pipeline that `agree` needs."""
 
     signature: CallSignature
     world: World
     n_microbatches: int
     device: torch.device
-    first: int  # the rank that takes inputs, and the one that takes targets
-    last: int
+    first: int  # the rank that takes inputs
+    last: int  # the rank that takes targets
     target_axis: int
-    whole: str  # why the last micro-batch may not be shorter than the others; empty if it may
+    whole: str  # why the last micro-batch must not be shorter than the others; empty if it may be
 
 
 @dataclass(frozen=True)
-class _Claim:
-    """What one rank says of a batch."""
+class _RankBatch:
+    """One rank's numbers for a batch, which all ranks compare."""
 
     refused: bool
     precision: int
     scale: float
     weight: float
     samples: int
-    aimed: int  # the samples of the target
+    target_samples: int
     lengths: tuple[int, ...]
 
     def tensor(self, device: torch.device) -> Tensor:
-        numbers = [self.refused, self.precision, self.scale, self.weight, self.samples, self.aimed]
+        numbers = [self.refused, self.precision, self.scale, self.weight, self.samples, self.target_samples]
         return torch.tensor([*map(float, numbers), *self.lengths], dtype=torch.float64, device=device)
 
     @staticmethod
-    def of(numbers: Tensor) -> _Claim:
-        refused, precision, scale, weight, samples, aimed, *lengths = numbers.tolist()
-        return _Claim(
-            bool(refused), int(precision), scale, weight, int(samples), int(aimed), tuple(map(int, lengths))
+    def of(numbers: Tensor) -> _RankBatch:
+        refused, precision, scale, weight, samples, targets, *lengths = numbers.tolist()
+        return _RankBatch(
+            bool(refused), int(precision), scale, weight, int(samples), int(targets), tuple(map(int, lengths))
         )
 
 
@@ -184,9 +184,9 @@ def agree(
     loss: MicrobatchLoss | None,
     own_scale: Callable[[], float | None],
 ) -> AgreedBatch:
-    """Let every rank of every replica know this batch's lengths and weights, or that some rank refused it.
+    """Exchange the lengths and weights of this batch between all ranks. If one rank raises, all raise.
 
-    `own_scale` gives what this rank's scaler multiplies by, `NOT_SCALED`, or None where nothing learns.
+    `own_scale` returns the factor of this rank's scaler, `NOT_SCALED`, or None without trainable parameters.
     """
     names, count, world = sorted(terms.signature.example), terms.n_microbatches, terms.world
     least = terms.signature.least
@@ -194,7 +194,7 @@ def agree(
     targets: list[Any] = []
     weights: list[float] = []
     lengths: dict[str, int] = {}
-    samples = aimed = _UNKNOWN
+    samples = target_samples = _UNKNOWN
     scale: float | None = None
     refusal: Exception | None = None
     try:
@@ -203,80 +203,79 @@ def agree(
             leaves = terms.signature.flatten(args, kwargs)
             tensors, lengths, samples = divide(terms.signature, leaves, count, terms.device)
         if world.rank == terms.last and loss is not None:
-            targets, aimed = divide_target(target, count, terms.target_axis, terms.device, least)
-            weights = _weights(terms, loss, targets, aimed)
+            targets, target_samples = divide_target(target, count, terms.target_axis, terms.device, least)
+            weights = _weights(terms, loss, targets, target_samples)
     except Exception as error:
         refusal = error
-    mine = _Claim(
+    mine = _RankBatch(
         refusal is not None,
         _PRECISIONS.index(current_precision(terms.device)),
-        _NO_MATTER if scale is None else scale,
+        _NO_SCALE if scale is None else scale,
         sum(weights) if weights else _UNKNOWN,
         samples,
-        aimed,
+        target_samples,
         tuple(lengths.get(n, _UNKNOWN) for n in names),
     )
-    claims = {rank: _Claim.of(t) for rank, t in world.gather(mine.tensor(terms.device)).items()}
+    ranks = {rank: _RankBatch.of(t) for rank, t in world.gather(mine.tensor(terms.device)).items()}
     if refusal is not None:
         raise refusal
-    _check_ranks(world.me, claims)
+    _check_ranks(world.me, ranks)
     totals = []
-    for row in world.table:  # of every replica, so that all ranks say the same
-        first, last = claims[row[terms.first]], claims[row[terms.last]]
+    for row in world.table:  # every replica is checked, so that all ranks raise the same
+        first, last = ranks[row[terms.first]], ranks[row[terms.last]]
         _check_samples(terms, first.samples, last, loss)
         totals.append(last.weight if last.weight != _UNKNOWN else float(first.samples))
-    first = claims[world.mine[terms.first]]
+    first = ranks[world.mine[terms.first]]
     sizes = part_sizes(first.samples, count, least)
     agreed = dict(zip(names, first.lengths, strict=True))
     counts = weights or [float(n) for n in sizes]
-    scaled = max(one.scale for one in claims.values())
-    is_scaled = scaled > _NO_MATTER
+    scaled = max(one.scale for one in ranks.values())
+    is_scaled = scaled > _NO_SCALE
     return AgreedBatch(
         tensors, targets, counts, sum(totals), agreed, sizes, scaled if is_scaled else 1.0, is_scaled
     )
 
 
-def _weights(terms: Terms, loss: MicrobatchLoss, targets: Sequence[Any], aimed: int) -> list[float]:
-    """The weights of the micro-batches; none where only the first rank knows the samples they are."""
+def _weights(terms: Terms, loss: MicrobatchLoss, targets: Sequence[Any], target_samples: int) -> list[float]:
+    """The weights of the micro-batches; empty if only the first rank knows the samples that they need."""
     if terms.world.replicas > 1 and not loss.knows(targets[0]):
         raise InputError(
-            "replicas may average over different numbers, and of this loss it is not known over how many:"
+            "replicas may average over different numbers of elements, and for this loss they are not known:"
             " give loss_weight=, a function of a micro-batch's target, or 'equal' for a mean over samples"
         )
-    if aimed == _UNKNOWN:
+    if target_samples == _UNKNOWN:
         return loss.weigh(targets, [1] * len(targets)) if callable(loss.weight) else []
-    return loss.weigh(targets, part_sizes(aimed, len(targets), terms.signature.least))
+    return loss.weigh(targets, part_sizes(target_samples, len(targets), terms.signature.least))
 
 
-def _check_ranks(me: int, claims: Mapping[int, _Claim]) -> None:
-    mine = claims[me]
-    for rank, other in claims.items():
+def _check_ranks(me: int, ranks: Mapping[int, _RankBatch]) -> None:
+    mine = ranks[me]
+    for rank, other in ranks.items():
         if other.refused:
-            raise InputError(f"rank {rank} refused this batch; its own error says why")
+            raise InputError(f"rank {rank} refused this batch; see the error on that rank")
         if other.precision != mine.precision:
             words = [_autocast(_PRECISIONS[t.precision]) for t in (mine, other)]
             raise InputError(f"rank {me} steps {words[0]}, but rank {rank} {words[1]}")
-        if _NO_MATTER not in (other.scale, mine.scale) and other.scale != mine.scale:
+        if _NO_SCALE not in (other.scale, mine.scale) and other.scale != mine.scale:
             scales = [1.0 if one.scale == NOT_SCALED else one.scale for one in (mine, other)]
             raise InputError(
                 f"rank {me} scales gradients by {scales[0]:g}, but rank {rank} by {scales[1]:g}: every rank"
-                " that learns needs a scaler, and all must do the same steps"
+                " with trainable parameters needs a scaler, and all scalers must do the same steps"
             )
 
 
-def _check_samples(terms: Terms, samples: int, last: _Claim, loss: MicrobatchLoss | None) -> None:
-    if last.aimed not in (_UNKNOWN, samples):
-        raise InputError(f"the batch holds {samples} samples, and the target {last.aimed}")
+def _check_samples(terms: Terms, samples: int, last: _RankBatch, loss: MicrobatchLoss | None) -> None:
+    if last.target_samples not in (_UNKNOWN, samples):
+        raise InputError(f"the batch has {samples} samples, and the target {last.target_samples}")
     least = terms.signature.least
     if len(set(part_sizes(samples, terms.n_microbatches, least))) == 1 and not 0 < samples < least:
         return
-    weighed = loss is not None and last.aimed == _UNKNOWN and last.weight != _UNKNOWN
-    reason = terms.whole or ("loss_weight cannot tell them apart without a target" if weighed else "")
+    weighed = loss is not None and last.target_samples == _UNKNOWN and last.weight != _UNKNOWN
+    reason = terms.whole or ("loss_weight needs a target to weigh unequal parts" if weighed else "")
     if reason:
         raise InputError(
-            f"the batch holds {samples} samples, which n_microbatches={terms.n_microbatches} does not divide"
-            f"{f' into {least} or more' if least > 1 else ''}, and {reason}; drop or pad the rest of the last"
-            " batch"
+            f"the batch has {samples} samples, which n_microbatches={terms.n_microbatches} does not divide"
+            f"{f' into {least} or more' if least > 1 else ''}, and {reason}; drop or pad the last batch"
         )
 
 

@@ -1,8 +1,8 @@
-"""What crosses each border, found before a step: under autocast, and between stages of modules.
+"""The tensors that cross each border, known before a step: under autocast, and between stages of modules.
 
-The graph of a stage runs on fake tensors once for each precision, so receive buffers are right before the
-first tensor arrives. A model that is cut along its modules decides by its data, which fake tensors do not
-have, so one micro-batch runs in order on the ranks that hold its stages.
+Receive buffers must exist before the first tensor arrives. So the graph of a stage runs on fake tensors once
+for each precision. Stages of modules may depend on data, which fake tensors do not have: one micro-batch runs
+through them in order, on the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec
 from intarsia.pipeline.stages.tree_stage import TreeStage
 
 Specs = tuple[TensorSpec | str, ...]
-Borders = list[tuple[Specs, Specs]]  # what each stage takes and gives
+Borders = list[tuple[Specs, Specs]]  # the inputs and outputs of each stage
 Precision = torch.dtype | None
 
 
 def current_precision(device: torch.device) -> Precision:
-    """The dtype autocast computes in on a device now; None without autocast."""
+    """The present dtype of autocast on a device; None without autocast."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 @contextmanager
 def uncached_autocast(device: torch.device) -> Iterator[None]:
-    """The caller's autocast without its cache of weights, which would join the graphs of micro-batches."""
+    """The caller's autocast without its cache of weights, which would connect the graphs of micro-batches."""
     dtype = current_precision(device)
     if dtype is None:
         yield
@@ -50,7 +50,7 @@ def uncached_autocast(device: torch.device) -> Iterator[None]:
 
 
 def refuse_autocast(stages: Sequence[nn.Module], device: torch.device) -> None:
-    """Refuse autocast around compiled stages."""
+    """Raise for autocast around compiled stages."""
     if current_precision(device) is not None and any(isinstance(s, CompiledStage) for s in stages):
         raise PartitionError(
             "compiled stages compute in the precision they were compiled in; call without autocast"
@@ -60,9 +60,9 @@ def refuse_autocast(stages: Sequence[nn.Module], device: torch.device) -> None:
 def borders_under_autocast(
     stages: Sequence[nn.Module], borders: Borders, lengths: Mapping[str, int], device: torch.device
 ) -> Borders:
-    """The borders with the dtypes and shapes found by running every stage on fake tensors, in order.
+    """The borders with their dtypes under autocast, which differ from those of the captured graph.
 
-    Autocast changes what an operation gives, so the dtypes of the capture do not hold. Nothing is allocated.
+    Every stage runs on fake tensors, in order. No memory is allocated.
     """
     if current_precision(device) is None:
         return borders
@@ -73,7 +73,9 @@ def borders_under_autocast(
         for i, (stage, (_, gives)) in enumerate(zip(stages, borders, strict=True)):
             values = _run(stage, values, mode, device)
             gives = tuple(
-                as_found(spec, value.shape, value.dtype, lengths, i) if isinstance(spec, TensorSpec) else spec
+                checked_spec(spec, value.shape, value.dtype, lengths, i)
+                if isinstance(spec, TensorSpec)
+                else spec
                 for spec, value in zip(gives, values, strict=True)
             )
             agreed.append((takes, gives))
@@ -99,12 +101,12 @@ def _run(
     return list(torch.func.functional_call(stage, fakes, tuple(values), tie_weights=False))
 
 
-def as_found(
+def checked_spec(
     spec: TensorSpec, shape: Sequence[int], dtype: torch.dtype, lengths: Mapping[str, int], stage: int
 ) -> TensorSpec:
-    """A value that crosses as it was found by running the stage; its shape must be the expected one."""
+    """The spec with the dtype of a run. Raises PartitionError if the run has another shape."""
     if tuple(shape) != spec.sizes(lengths):
-        raise PartitionError(f"stage {stage} gives {tuple(shape)} for {spec}")
+        raise PartitionError(f"stage {stage} returns shape {tuple(shape)} for {spec}")
     return replace(spec, dtype=dtype)
 
 
@@ -113,7 +115,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.Size, torch.dtype, t
 
 @dataclass(frozen=True)
 class BorderForm:
-    """How the values at a border are put together from tensors, and from numbers that every rank knows."""
+    """The structure of the values at a border: their tensors, and constants that every rank knows."""
 
     spec: pytree.TreeSpec
     leaves: tuple[TensorSpec | Fixed, ...]
@@ -124,24 +126,24 @@ class BorderForm:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
     def flatten(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The tensors of these values; refuses values of another form than the ranks agreed on."""
+        """The tensors of these values. Raises PipelineError for values of another form."""
         leaves, spec = pytree.tree_flatten(tuple(values))
         if spec != self.spec:
-            raise PipelineError(f"a stage gives values of form {spec}, but the ranks agreed on {self.spec}")
+            raise PipelineError(f"a stage returns the structure {spec}, but the ranks agreed on {self.spec}")
         tensors = []
         for value, leaf in zip(leaves, self.leaves, strict=True):
             if isinstance(leaf, TensorSpec) and isinstance(value, Tensor):
                 tensors.append(value)
             elif isinstance(leaf, TensorSpec) or type(value) is not type(leaf.value) or value != leaf.value:
-                had = leaf if isinstance(leaf, TensorSpec) else repr(leaf.value)
+                first = leaf if isinstance(leaf, TensorSpec) else repr(leaf.value)
                 raise PipelineError(
-                    f"{leaf.name} is {_said(value)} in this micro-batch, and was {had} in the one by which"
-                    " the ranks found what crosses; only the values of tensors may differ: cut elsewhere"
+                    f"{leaf.name} is {_text(value)} in this micro-batch, and was {first} in the first one;"
+                    " between micro-batches, only the values of tensors may differ: choose other cuts"
                 )
         return tuple(tensors)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The values at the border."""
+        """The values at the border, from their tensors."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf.value for leaf in self.leaves]
         values: tuple[Any, ...] = pytree.tree_unflatten(leaves, self.spec)
@@ -149,7 +151,7 @@ class BorderForm:
 
 
 def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
-    """The form of a border's values; a form that cannot be sent to another process is refused."""
+    """The form of a border's values. Raises PartitionError if they cannot be sent to another process."""
     entries: list[TensorSpec | Fixed] = []
     for name, value in zip(names, values, strict=True):
         leaves = pytree.tree_leaves(value)
@@ -157,8 +159,8 @@ def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
             label = name if len(leaves) == 1 else f"{name}[{i}]"
             if isinstance(leaf, DTensor):
                 raise PartitionError(
-                    f"{label} is a DTensor, of which each rank holds a part, and crosses a border: let the"
-                    " plan's module give a plain tensor (use_local_output=True)"
+                    f"{label} crosses a border and is a DTensor, of which each rank holds a part: make the"
+                    " plan's module return a plain tensor (use_local_output=True)"
                 )
             if isinstance(leaf, Tensor):
                 entries.append(TensorSpec(label, tuple(leaf.shape), leaf.dtype))
@@ -166,8 +168,8 @@ def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
                 entries.append(Fixed(label, leaf))
             else:
                 raise PartitionError(
-                    f"{label}, {_said(leaf)}, crosses a border; it cannot travel between processes: cut"
-                    " elsewhere with cuts=..."
+                    f"{label}, {_text(leaf)}, crosses a border; it cannot be sent between processes: choose"
+                    " other cuts with cuts=..."
                 )
     form = BorderForm(pytree.tree_structure(tuple(values)), tuple(entries))
     if not form.tensors:
@@ -176,9 +178,9 @@ def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
 
 
 class FlatStage(nn.Module):
-    """A stage of modules that takes and gives tensors alone."""
+    """A stage of modules whose inputs and outputs are only tensors."""
 
-    reuses_weights = True  # perhaps: see TreeStage
+    reuses_weights = True  # it may, see TreeStage
 
     def __init__(self, stage: nn.Module, takes: BorderForm, gives: BorderForm) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class FlatStage(nn.Module):
         self.training: bool = stage.training
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the next border."""
+        """The tensors of the border after the stage."""
         return self.gives.flatten(self.stage(*self.takes.unflatten(tensors)))
 
 
@@ -199,15 +201,15 @@ def find_forms(
     world: World,
     device: torch.device,
 ) -> list[BorderForm]:
-    """What crosses each border, the first and the last included, for micro-batches like `inputs`.
+    """The form of each border, with the model's inputs and outputs, for micro-batches like `inputs`.
 
-    The stages run once, in order, on the first rank's micro-batch; statistics and random numbers stay as they
-    were. What one stage raises is raised by all ranks of the pipeline.
+    The stages run once, in order, on the first rank's micro-batch. Statistics and random numbers are restored
+    after it. If a stage raises, all ranks of the pipeline raise.
     """
     values: tuple[Any, ...] = tuple(inputs)
     forms: list[BorderForm] = []
     for i, owner in enumerate(stage_ranks):
-        # The form before the first stage, the form after it, or why there is none.
+        # The form before the stage (only for the first stage), the form after it, and the text of an error.
         message: list[Any] = [None, None, None]
         error: Exception | None = None
         if owner == world.rank:
@@ -229,48 +231,48 @@ def find_forms(
             raise PipelineError(f"rank {world.mine[owner]} failed with {message[2]}")
         forms += [form for form in message[:2] if form is not None]
         if i + 1 < len(stage_ranks):
-            values = _hand_over(values, forms[-1], owner, stage_ranks[i + 1], world, device)
+            values = _send(values, forms[-1], owner, stage_ranks[i + 1], world, device)
     return forms
 
 
-def _hand_over(
-    values: tuple[Any, ...], form: BorderForm, sender: int, taker: int, world: World, device: torch.device
+def _send(
+    values: tuple[Any, ...], form: BorderForm, sender: int, receiver: int, world: World, device: torch.device
 ) -> tuple[Any, ...]:
-    """The values of a border, on the rank of the next stage."""
-    if sender == taker:
+    """Send the values of a border from the sender to the receiver, where they are returned."""
+    if sender == receiver:
         return values
     if world.rank == sender:
         tensors = [t.detach().cpu() for t in form.flatten(values)]
-        dist.send_object_list([tensors], world.mine[taker], group=world.pipeline)
-    elif world.rank == taker:
-        box: list[Any] = [None]
-        dist.recv_object_list(box, world.mine[sender], group=world.pipeline)
-        return form.unflatten([t.to(device) for t in box[0]])
+        dist.send_object_list([tensors], world.mine[receiver], group=world.pipeline)
+    elif world.rank == receiver:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, world.mine[sender], group=world.pipeline)
+        return form.unflatten([t.to(device) for t in received[0]])
     return values
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"{value!r}" if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
 
 
 def tree_borders(
     forms: Sequence[BorderForm], signature: CallSignature, lengths: Mapping[str, int]
 ) -> Borders:
-    """The borders of stages of modules; the answer's tensors are those of the signature, as found."""
+    """The borders of stages of modules. The model's outputs have the dtypes of the run."""
     last = len(forms) - 1
-    wanted = [s for s in signature.outputs if isinstance(s, TensorSpec)]
-    answer = tuple(
-        as_found(spec, crossing.sizes({}), crossing.dtype, lengths, last - 1)
-        for spec, crossing in zip(wanted, forms[-1].tensors, strict=True)
+    expected = [s for s in signature.outputs if isinstance(s, TensorSpec)]
+    outputs = tuple(
+        checked_spec(spec, crossing.sizes({}), crossing.dtype, lengths, last - 1)
+        for spec, crossing in zip(expected, forms[-1].tensors, strict=True)
     )
     for spec in (spec for form in forms[1:last] for spec in form.tensors):
-        wire_spec(spec, lengths)  # refuses what cannot travel
-    sides = [signature.tensors, *(form.tensors for form in forms[1:last]), answer]
+        wire_spec(spec, lengths)  # raises for tensors that cannot be sent
+    sides = [signature.tensors, *(form.tensors for form in forms[1:last]), outputs]
     return list(pairwise(sides))
 
 
 def border_specs(stage: nn.Module) -> tuple[Specs, Specs]:
-    """What a stage takes and gives; nothing where it is of modules: that is found when they first run."""
+    """The inputs and outputs of a stage of the graph; empty for a stage of modules (see `find_forms`)."""
     form = getattr(stage, "form", None)
     if form is None:
         return (), ()

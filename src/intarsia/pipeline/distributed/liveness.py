@@ -1,8 +1,8 @@
-"""Which rank died: every rank's heartbeat, in the store that torch.distributed began with.
+"""The detection of dead ranks, by heartbeats in the store of torch.distributed.
 
-A broken connection shows the failure of one neighbour, and a rank that raises for it breaks connections of
-its own. So each rank counts in the store twice a second. The first that loses a connection waits to see whose
-count stands still, and writes the verdict there, for the others to find.
+A broken connection does not tell which rank died: a rank that raises because of it breaks its own connections
+too. So each rank increments a counter in the store twice a second. The first rank that loses a connection
+watches the counters, and writes the ranks whose counters stopped into the store, for the other ranks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|pair is not connected|NCCL", re.IGNORECASE
 )
 _PERIOD = 0.5
-_SILENCE = 4.0  # seconds without a beat that make a rank dead, once a connection broke
+_SILENCE = 4.0  # after a broken connection, a rank without a beat for so many seconds is dead
 _PATIENCE = 15.0  # seconds after which the search for a silent rank ends
 _VERDICT = "lost"
 
 
 def _default_store() -> Any:
-    """The store of the process group; torch has no public name for it. None where there is none."""
+    """The store of the process group, for which torch has no public name; None if there is none."""
     getter = getattr(distributed_c10d, "_get_default_store", None)
     return None if getter is None else getter()
 
 
 class Heartbeat:
-    """Counts for this rank, and finds the rank that does not."""
+    """Counts for this rank, and finds ranks that stopped."""
 
     def __init__(self, ranks: Sequence[int], me: int) -> None:
         self.ranks: list[int] = list(ranks)
@@ -44,11 +44,11 @@ class Heartbeat:
             _beat(store, self.store, me)
 
     def broke(self, error: BaseException) -> bool:
-        """Whether an error says that a connection is gone."""
+        """Whether an error reports a broken connection."""
         return _LOST.search(str(error)) is not None
 
     def lost(self) -> str:
-        """The rank that died, as text; all other ranks if it is unknown."""
+        """The text for the ranks that died; all other ranks if they are unknown."""
         others = " or ".join(f"rank {r}" for r in self.ranks if r != self.me)
         if self.store is None:
             return others
@@ -56,7 +56,7 @@ class Heartbeat:
             verdict = self._verdict()
             self._wait_for_readers(verdict)
             return verdict or others
-        except Exception:  # the store is gone, and with it the process that holds it
+        except Exception:  # the process that holds the store died
             return "the launcher, which holds torch.distributed's store" if _has_launcher() else "rank 0"
 
     def _verdict(self) -> str | None:
@@ -74,10 +74,10 @@ class Heartbeat:
         return None
 
     def _wait_for_readers(self, verdict: str | None) -> None:
-        """Keep the store until the others have read the verdict, on the rank whose process holds it.
+        """On the rank that holds the store, wait until the other ranks have read the verdict.
 
-        Without torchrun the store ends with rank 0. A rank whose own connection breaks later would find it
-        gone, and say that rank 0 died.
+        Without torchrun, the store ends with rank 0. A rank whose connection breaks later would not find the
+        store, and report that rank 0 died.
         """
         assert self.store is not None
         read = self.store.add("read", 1)
@@ -99,12 +99,12 @@ def _has_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-_beating: list[Any] = []  # the store of the process group that this process counts in
+_beating: list[Any] = []  # the store in which this process counts
 
 
 def _beat(store: Any, counts: PrefixStore, rank: int) -> None:
-    """Begin to count, on one thread for the life of the process group."""
-    if any(known is store for known in _beating):
+    """Start the counter, on one thread until the process group ends."""
+    if any(other is store for other in _beating):
         return
     _beating[:] = [store]
 
@@ -113,7 +113,7 @@ def _beat(store: Any, counts: PrefixStore, rank: int) -> None:
             while _default_store() is store:
                 counts.add(str(rank), 1)
                 time.sleep(_PERIOD)
-        except Exception:  # the process group has ended, or the process that holds the store died
+        except Exception:  # the process group ended, or the process that holds the store died
             return
 
     threading.Thread(target=run, name="intarsia heartbeat", daemon=True).start()

@@ -1,8 +1,8 @@
-"""The loss of a batch from the losses of its micro-batches, each weighed by what it averaged over.
+"""The loss of a batch from the losses of its micro-batches, each weighted by the elements it averages over.
 
-Which losses average over unequal numbers cannot be known of a function. So the loss of the whole batch is
-computed once more, without gradients, and compared. Replicas weigh and add up; an average of replicas would
-be wrong where they hold different numbers of tokens.
+A function does not tell how many elements it averages over. So the loss of the whole batch is computed again,
+without gradients, and compared. The weighted losses of replicas are added: their mean would be wrong if they
+have different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LossWeight = Callable[[Any], Tensor | float] | Literal["equal"]
 Reduction = Literal["mean", "sum"]
 
 NO_TARGET = object()
-NOT_SCALED = -1.0  # where a scale would be, of a rank that learns without a scaler
+NOT_SCALED = -1.0  # the scale of a rank that trains without a scaler
 
 # Losses that average over the samples, or tokens, whose target is not `ignore_index`.
 _TOKEN_MEANS = {F.cross_entropy, F.nll_loss}
@@ -46,12 +46,13 @@ _ELEMENT_MEANS = {
 
 
 class MicrobatchLoss:
-    """The user's loss, scaled so that the gradients of all micro-batches add up to the whole batch's.
+    """The user's loss, scaled so that the gradients of all micro-batches sum to those of the whole batch.
 
-    A mean over the batch is the mean over micro-batches only where each averaged over as much. `weight` says
-    over how much, from the target of a micro-batch; `"equal"` says that they are alike. Without it cross
-    entropy and negative log likelihood are recognised (targets of `ignore_index` do not count), and any other
-    loss is taken as equal and compared, after the step, with the loss of the whole batch.
+    The mean over the batch is the mean of the micro-batches' means only if all of them average over equally
+    many elements. `weight` returns the number of elements for the target of a micro-batch; `"equal"` means
+    that all are equal. Without `weight`, torch's cross entropy and negative log likelihood are recognized
+    (targets of `ignore_index` do not count). Any other loss is treated as equal, and compared with the loss
+    of the whole batch after the step.
     """
 
     def __init__(self, loss_fn: Loss, weight: LossWeight | None, reduction: Reduction, check: bool) -> None:
@@ -70,11 +71,11 @@ class MicrobatchLoss:
         self._scale = 1.0
 
     def weigh(self, targets: Sequence[Any], samples: Sequence[int]) -> list[float]:
-        """How much each micro-batch counts; by its samples, if nothing else is known."""
+        """The weight of each micro-batch; by default, its number of samples."""
         return [self._weigh(t, n) if n else 0.0 for t, n in zip(targets, samples, strict=True)]
 
     def knows(self, target: Any) -> bool:
-        """Whether it is said, or known, over how much a loss averages."""
+        """Whether the number of elements that the loss averages over is known."""
         return (
             self.reduction == "sum"
             or self.weight is not None
@@ -84,31 +85,31 @@ class MicrobatchLoss:
     def begin(
         self, targets: Sequence[Any], weights: Sequence[float], total: float, scale: float = 1.0
     ) -> None:
-        """Start a batch of these micro-batches; `total` is the weight of all replicas.
+        """Start a batch of these micro-batches. `total` is the weight of all replicas.
 
-        `scale` is a gradient scaler's: the losses that go into the backward pass are multiplied by it.
+        `scale` is the factor of a gradient scaler; the losses of the backward pass are multiplied by it.
         """
         self._targets = list(targets)
         self._scale = scale
         if self.reduction == "sum":
             self._shares = [float(w > 0) for w in weights]
             return
-        # Nothing to average over: the plain loss is 0/0 too, and says so.
+        # If there is nothing to average over, the plain loss is 0/0 too.
         self._shares = [w / total if total else 1 / len(targets) for w in weights]
 
     def end(self) -> None:
-        """Forget the targets."""
+        """Drop the targets."""
         self._targets, self._shares = [], []
 
     def __call__(self, output: Any, index: int) -> Tensor:
-        """The share of one micro-batch in the loss of the batch."""
+        """The part of one micro-batch in the loss of the batch."""
         share = self._shares[index]
         if share == 0.0:
-            return _zero(output)  # a mean over nothing is NaN, and counts for nothing
+            return _zero(output)  # the mean over nothing would be NaN
         return call_loss(self.loss_fn, output, self._targets[index]) * (share * self._scale)
 
     def compare(self, output: Any, target: Any, loss: Tensor) -> None:
-        """Refuse a loss of micro-batches that is not the loss of the batch."""
+        """Raise PipelineError if the loss of the micro-batches is not the loss of the whole batch."""
         if not self.check:
             return
         part = 1.0 if self.reduction == "sum" else sum(self._shares)  # of this replica
@@ -125,48 +126,46 @@ class MicrobatchLoss:
         ):
             raise PipelineError(
                 f"the loss of the whole batch is {whole.item():.6g}, but its micro-batches give"
-                f" {loss.item():.6g}: they do not average over equally much. Give loss_weight=, a function of"
-                " a micro-batch's target (say lambda target: (target != -100).sum()), or reduction='sum' for"
-                " a sum; check_loss=False for a loss that is random"
+                f" {loss.item():.6g}: they average over different numbers of elements. Use loss_weight=, a"
+                " function of a micro-batch's target (such as lambda target: (target != -100).sum()),"
+                " reduction='sum' for a sum, or check_loss=False for a random loss"
             )
 
     def _weigh(self, target: Any, samples: int) -> float:
         if callable(self.weight) and self.reduction != "sum":
             return float(self.weight(None if target is NO_TARGET else target))
-        known = self.weight != "equal" and self.reduction != "sum"
-        counted = token_count(self.loss_fn, target) if known else None
-        return float(samples) if counted is None else counted
+        varies = self.weight != "equal" and self.reduction != "sum"
+        count = token_count(self.loss_fn, target) if varies else None
+        return float(samples) if count is None else count
 
 
 def call_loss(loss_fn: Loss, output: Any, target: Any) -> Tensor:
-    """The loss with a target, or without where there is none."""
+    """The loss, called with a target if there is one."""
     return loss_fn(output) if target is NO_TARGET else loss_fn(output, target)
 
 
 def token_count(loss_fn: Loss, target: Any) -> float | None:
-    """How much a known loss averages over, from its target; None for a loss that is not known.
+    """The number of elements (or their weight) that one of torch's losses averages over; None for others.
 
     >>> token_count(nn.CrossEntropyLoss(), torch.tensor([1, -100, 2]))
     2.0
     """
     options: dict[str, Any] = {}
-    known: Any = loss_fn
-    if isinstance(known, functools.partial) and not known.args:
-        known, options = known.func, dict(known.keywords)
-    if isinstance(known, nn.CrossEntropyLoss | nn.NLLLoss):
-        options = {n: getattr(known, n) for n in ("weight", "ignore_index", "reduction")}
-    elif known in _ELEMENT_MEANS or type(known) in _ELEMENT_MEANS:
-        options = {"reduction": getattr(known, "reduction", "mean")} | options
-        return (
-            float(target.numel()) if options["reduction"] == "mean" and isinstance(target, Tensor) else None
-        )
-    elif known not in _TOKEN_MEANS:
+    function: Any = loss_fn
+    if isinstance(function, functools.partial) and not function.args:
+        function, options = function.func, dict(function.keywords)
+    by_element = function in _ELEMENT_MEANS or type(function) in _ELEMENT_MEANS
+    if isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
+        options = {n: getattr(function, n) for n in ("weight", "ignore_index", "reduction")}
+    elif by_element:
+        options = {"reduction": getattr(function, "reduction", "mean")} | options
+    elif function not in _TOKEN_MEANS:
         return None
-    if (
-        options.get("reduction", "mean") != "mean"
-        or not isinstance(target, Tensor)
-        or target.is_floating_point()
-    ):
+    if options.get("reduction", "mean") != "mean" or not isinstance(target, Tensor):
+        return None
+    if by_element:
+        return float(target.numel())
+    if target.is_floating_point():
         return None
     counted = target != options.get("ignore_index", -100)
     if (weight := options.get("weight")) is not None:
@@ -175,7 +174,7 @@ def token_count(loss_fn: Loss, target: Any) -> float | None:
 
 
 def _zero(output: Any) -> Tensor:
-    """Zero, with a gradient of zero for every output, whatever it holds."""
+    """Zero, with a gradient of zero for every output, also for NaN."""
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
     return torch.stack(
         [t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0).sum().float() for t in tensors]
@@ -185,21 +184,21 @@ def _zero(output: Any) -> Tensor:
 def own_scale(
     scaler: torch.amp.GradScaler | None, parameters: Sequence[nn.Parameter], device: torch.device
 ) -> float | None:
-    """What this rank's scaler multiplies the loss by; None where there is none, and nothing learns."""
-    learns = any(p.requires_grad for p in parameters)
+    """The factor of this rank's scaler; `NOT_SCALED` without a scaler, None without trainable parameters."""
+    trains = any(p.requires_grad for p in parameters)
     if scaler is None or not scaler.is_enabled():
-        return NOT_SCALED if learns else None
-    if not learns:
+        return NOT_SCALED if trains else None
+    if not trains:
         raise PartitionError(
-            "this rank has no trainable parameter, so its"
-            " GradScaler would refuse to step: give scaler=None on this rank"
+            "this rank has no trainable parameter, and its GradScaler cannot step:"
+            " give scaler=None on this rank"
         )
-    # Asked as a loop would, which also wakes the scaler.
+    # `scale` also initializes the scaler, as in a plain loop.
     return float(scaler.scale(torch.ones((), device=device)))
 
 
 def share_overflow(parameters: Sequence[nn.Parameter], world: World, device: torch.device) -> None:
-    """Let every rank's scaler find an overflow that one of them would find, so that all skip the step."""
+    """Put an overflow into the gradients of every rank if one rank has one, so that all scalers skip."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     over = any(not bool(torch.isfinite(g).all()) for g in gradients)
     flags = world.gather(torch.tensor([int(over)], device=device))

@@ -90,13 +90,13 @@ class DistributedOptions:
 
     @staticmethod
     def of(**options: Unpack[DistributedKeywords]) -> DistributedOptions:
-        """The options that a user gave by name."""
+        """The options with these names. Raises OptionError for an unknown name."""
         check_option_names(options, DistributedKeywords.__annotations__, "distributed")
         return DistributedOptions(**options)
 
     @property
     def loss(self) -> MicrobatchLoss | None:
-        """The loss of a step; None for a pipeline that only infers."""
+        """The loss of a step; None for a pipeline that only runs inference."""
         if self.loss_fn is None:
             return None
         return MicrobatchLoss(self.loss_fn, self.loss_weight, self.reduction, self.check_loss)

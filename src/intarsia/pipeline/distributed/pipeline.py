@@ -67,7 +67,7 @@ from intarsia.pipeline.stages.tied import TiedGradients
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave: on the rank of the last stage, the loss and the outputs; elsewhere None."""
+    """The result of one step: the loss and the outputs on the rank of the last stage; None on others."""
 
     loss: Tensor | None
     output: Any
@@ -125,7 +125,7 @@ class DistributedPipeline(RankStages):
         self._stages = list(stages)
         for stage in self._stages:
             if isinstance(stage, Stage):
-                stage.retarget(self.device)  # those of other ranks run on fake tensors
+                stage.retarget(self.device)  # stages of other ranks run on fake tensors
         refuse_compiled(stages, self.loss is not None)
         self._borders: Borders = [border_specs(s) for s in stages]
         refuse_shared_statistics(stages, self.stage_ranks)
@@ -148,11 +148,11 @@ class DistributedPipeline(RankStages):
         world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
         if world.shard is not None:
             if chosen.scaler is not None:
-                raise PartitionError("a scaler beside a mesh that shards stages is not handled; use bfloat16")
+                raise PartitionError("scaler= with a mesh that shards stages is not handled; use bfloat16")
             shard_stages(parts, stages, world.shard)
         if world.tensor is not None and chosen.tensor_plan is not None:
             if chosen.scaler is not None:
-                raise PartitionError("a scaler beside tensor_plan= is not handled; use bfloat16")
+                raise PartitionError("scaler= with tensor_plan= is not handled; use bfloat16")
             parallelize_stages(parts, world.tensor, chosen.tensor_plan)
         self._statistics = [b for s in parts.values() if writes_buffers(s) for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
@@ -170,8 +170,8 @@ class DistributedPipeline(RankStages):
         self._unused = UnusedParameters(self._stages)
         self._sizes: list[int] = []  # of the micro-batches of this step
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
-        self._forms: dict[Any, list[BorderForm]] = {}  # of stages cut along the module tree
-        # Every border is checked now, so that nothing is refused in the middle of a step.
+        self._forms: dict[Any, list[BorderForm]] = {}  # of stages cut along modules
+        # Every border is checked here, so that no step fails for it.
         for takes, _ in self._borders[1:]:
             for spec in takes:
                 wire_spec(spec, self.signature.example)
@@ -183,29 +183,29 @@ class DistributedPipeline(RankStages):
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank takes the target and gives the loss and the outputs."""
+        """Whether this rank takes the target and returns the loss and the outputs."""
         return len(self._stages) - 1 in self.parts
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
-        """Forward and backward over one batch.
+        """Run forward and backward over one batch.
 
-        Every rank calls it, all under the same autocast. The first rank must give the model's inputs and the
-        last the target (a tensor, or any structure of tensors with the batch in front); other ranks may give
-        them or not.
+        Every rank calls it, all under the same autocast. The first rank passes the model's inputs, and the
+        last rank the target (a tensor, or a structure of tensors with a batch dimension). Other ranks may
+        pass them too.
         """
         if self.loss is None:
             raise PartitionError("step needs loss_fn; without it, call infer")
         return self._run(args, kwargs, target, self.loss)
 
     def shard(self, batch: Any) -> Any:
-        """This replica's part of a batch: every tensor in it is cut along its first dimension.
+        """This replica's part of a batch, whose tensors are cut along their first dimension.
 
-        `world.replica` and `world.replicas` are what a `DistributedSampler` takes.
+        For a `DistributedSampler`, use `world.replica` and `world.replicas`.
         """
         return pytree.tree_map_only(Tensor, self.world.share, batch)
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward alone over one batch; the outputs, on the rank of the last stage."""
+        """Run forward over one batch. Returns the outputs on the rank of the last stage."""
         with torch.no_grad():
             return self._run(args, kwargs, None, None).output
 
@@ -215,7 +215,7 @@ class DistributedPipeline(RankStages):
         own = list(self.parameters())
         scale_of = partial(own_scale, self.scaler, own, self.device)
         batch = agree(self._terms, args, kwargs, target, loss, scale_of)
-        # FSDP2 gives the mean of its replicas' gradients, where the others' are summed.
+        # FSDP2 averages the gradients of its replicas; other replicas sum them.
         scale = batch.scale * (1 if self.world.shard is None else self.world.replicas)
         self._sizes = batch.sizes
         for norm in self._deferred:
@@ -223,7 +223,7 @@ class DistributedPipeline(RankStages):
         borders, run = self._schedule(loss, batch)
         fresh = [p for p in own if p.requires_grad and p.grad is None]
         if loss is not None:
-            self.world.begin_equal(self._statistics)  # as DistributedDataParallel does
+            self.world.begin_equal(self._statistics)  # like DistributedDataParallel
         losses: list[Tensor] = []
         options: dict[str, Any] = {}
         if self.is_last and loss is not None:
@@ -260,7 +260,7 @@ class DistributedPipeline(RankStages):
         return result
 
     def _key(self, training: bool) -> RandomKey:
-        """The key of this replica's first micro-batch: micro-batches are numbered over the whole batch."""
+        """The key of this replica's first micro-batch. Micro-batches are numbered over all replicas."""
         seed = self.seed if training else RandomKey(self.seed).at(f"inference {self._inferences}")
         return RandomKey(seed, self.steps, self.world.replica * self.n_microbatches)
 
@@ -281,7 +281,7 @@ class DistributedPipeline(RankStages):
         return StepResult(total, output)
 
     def _raise_together(self, run: ScheduleRun) -> list[bool]:
-        """Raise on every rank what any rank failed with; or else which outputs any replica's loss used."""
+        """Raise on every rank if one failed. Returns for each output whether any replica's loss uses it."""
         failure, count = run.failure, len(self._borders[-1][1])
         mine = [failure.error is not None, *(i in run.used for i in range(count))]
         flags = self.world.gather(torch.tensor(mine, dtype=torch.int64, device=self.device))
@@ -295,20 +295,20 @@ class DistributedPipeline(RankStages):
         raise PipelineError(f"rank {failed[0]} failed with {shared[failed[0]]}")
 
     def _schedule(self, loss: MicrobatchLoss | None, batch: AgreedBatch) -> tuple[Borders, ScheduleRun]:
-        """The borders and torch's schedule for such batches; made once for each kind."""
+        """The borders and torch's schedule for batches of this length and precision; the last is cached."""
         kind = (current_precision(self.device), tuple(sorted(batch.lengths.items())))
         key = (loss is not None, *kind)
         if key in self._built:
             return self._built[key]
-        self._built.clear()  # the buffers of another length are not kept
+        self._built.clear()  # frees the buffers for another length
         parts: Mapping[int, nn.Module] = self.parts
         refuse_autocast(self._stages, self.device)
-        if any(getattr(stage, "form", None) is None for stage in self._stages):  # cut along the module tree
+        if any(getattr(stage, "form", None) is None for stage in self._stages):  # cut along modules
             try:
                 forms = self._find_forms(kind, batch)
                 borders = tree_borders(forms, self.signature, batch.lengths)
-            except Exception as error:  # other replicas know nothing of it: all raise at the step's end
-                return self._borders, RefusedRun(None, Failure(error, "finding what crosses the borders"))
+            except Exception as error:  # other replicas do not know of it: all raise at the end of the step
+                return self._borders, RefusedRun(None, Failure(error, "the first run across the borders"))
             parts = {i: FlatStage(part, forms[i], forms[i + 1]) for i, part in parts.items()}
         else:
             borders = borders_under_autocast(self._stages, self._borders, batch.lengths, self.device)
@@ -333,7 +333,7 @@ class DistributedPipeline(RankStages):
         return self._built[key]
 
     def _find_forms(self, kind: Any, batch: AgreedBatch) -> list[BorderForm]:
-        """What crosses between stages of modules, found once for each length and precision."""
+        """The borders between stages of modules, found once for each length and precision."""
         if kind not in self._forms:
             inputs: list[Tensor] = []
             if self.is_first:
@@ -345,7 +345,7 @@ class DistributedPipeline(RankStages):
 
 @contextmanager
 def _dense_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Gradients with memory of their own: torch's split backward adds in place to expanded views."""
+    """Make gradients contiguous: torch's split backward adds in place, which fails for expanded views."""
     hooks = [p.register_hook(Tensor.contiguous) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Who holds what: torch's schedules by name, the rank of every stage, and what is refused beforehand."""
+"""The placement of stages on ranks: torch's schedules by name, the rank of every stage, and early checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from intarsia.pipeline.stages.stage import Stage, recompute_modules
 from intarsia.pipeline.stages.tied import global_rank
 from intarsia.pipeline.stages.tree_stage import TreeStage
 
-# Torch's runtime takes an order of passes and adds sending and receiving. It has no public name; torch's own
+# Torch's runtime takes an order of passes and adds sends and receives. It has no public name. Torch's own
 # schedules are subclasses of it (2.11 to 2.13), and tests/pipeline/test_new_schedule.py runs one of ours.
 _RUNTIME, _LOWER, _ACTION, _PASS = (
     "_PipelineScheduleRuntime",
@@ -33,7 +33,7 @@ _RUNTIME, _LOWER, _ACTION, _PASS = (
 
 
 def schedule_class(name: str) -> Any:
-    """Torch's class for a schedule: its own of that name, or its runtime in the order of our generator."""
+    """Torch's class for a schedule: the class of this name, or torch's runtime with our order of slots."""
     definition = find_schedule(name)
     if definition is not None and hasattr(schedules, definition.torch):
         return getattr(schedules, definition.torch)
@@ -42,12 +42,12 @@ def schedule_class(name: str) -> Any:
     try:
         return schedules.get_schedule_class(name)
     except ValueError as error:
-        known = ", ".join([*SCHEDULES, *TORCH_ONLY])
-        raise PartitionError(f"schedule={name!r} is none of {known}, nor one of torch's") from error
+        names = ", ".join([*SCHEDULES, *TORCH_ONLY])
+        raise PartitionError(f"schedule={name!r} is none of {names}, nor one of torch's") from error
 
 
 def _in_order_of(definition: Definition) -> Any:
-    """A schedule of torch that runs the passes as a generator gives them."""
+    """A schedule class of torch that runs the slots of a definition in order."""
     runtime: Any = getattr(schedules, _RUNTIME, None)
     action: Any = getattr(schedules, _ACTION, None)
     kind: Any = getattr(schedules, _PASS, None)
@@ -63,7 +63,7 @@ def _in_order_of(definition: Definition) -> Any:
     }
 
     class InOrder(runtime):  # type: ignore[misc]
-        """Torch's runtime with the order of a generator."""
+        """Torch's runtime with the slots of a definition."""
 
         def __init__(self, stages: Sequence[Any], n_microbatches: int, **options: Any) -> None:
             super().__init__(stages, n_microbatches, **options)
@@ -80,35 +80,35 @@ def _in_order_of(definition: Definition) -> Any:
 
 
 def is_folded(kind: Any) -> bool:
-    """Whether the second half of the stages runs back over the ranks of the first."""
-    known = (*SCHEDULES.values(), *TORCH_ONLY.values())
-    return any(d.folded and kind.__name__ in (d.torch, d.name) for d in known)
+    """Whether the second half of the stages is on the ranks in reverse order."""
+    definitions = (*SCHEDULES.values(), *TORCH_ONLY.values())
+    return any(d.folded and kind.__name__ in (d.torch, d.name) for d in definitions)
 
 
 def stage_ranks(stages: int, world: int, kind: Any) -> list[int]:
-    """Which rank holds each stage."""
+    """The rank of each stage."""
     if issubclass(kind, schedules.PipelineScheduleSingle):
         if stages != world:
-            raise PartitionError(f"{kind.__name__} runs one stage a rank: {stages} stages, {world} ranks")
+            raise PartitionError(f"{kind.__name__} runs one stage per rank: {stages} stages, {world} ranks")
         return list(range(stages))
     if stages % world:
         raise PartitionError(f"{stages} stages do not divide among {world} ranks")
     if is_folded(kind):
         if stages != 2 * world:
-            raise PartitionError(f"{kind.__name__} runs two stages a rank: {stages} stages, {world} ranks")
+            raise PartitionError(f"{kind.__name__} runs two stages per rank: {stages} stages, {world} ranks")
         return [*range(world), *reversed(range(world))]
     return [i % world for i in range(stages)]
 
 
 def placed(stage: nn.Module, device: torch.device) -> nn.Module:
-    """The stage on a device; a compiled one is where it was compiled for."""
+    """The stage, moved to a device; a compiled stage stays on the device that it was compiled for."""
     if isinstance(stage, CompiledStage):
         return stage
     return stage.to_device(device) if isinstance(stage, Stage) else stage.to(device)
 
 
 def default_device() -> torch.device:
-    """Where the process group's backend keeps its tensors."""
+    """The device of tensors for the process group's backend."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -121,7 +121,7 @@ def check_agreement(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Refuse ranks that cut the model in different places, or would run it in different orders."""
+    """Raise PartitionError if ranks have different cuts, schedules or numbers of micro-batches."""
     digests = [_digest("\n".join(map(_cut, stages))), _digest(schedule), n_microbatches]
     mine = torch.tensor(digests, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -131,11 +131,11 @@ def check_agreement(
         rank = global_rank(place, group)
         if cuts != digests[0]:
             raise PartitionError(
-                f"rank {rank} cut the model elsewhere than rank {me}: measured times differ between"
-                " processes; split(..., agree=True) takes rank 0's cuts on every rank"
+                f"rank {rank} has other cuts than rank {me}, since measured times differ between processes;"
+                " split(..., agree=True) uses the cuts of rank 0 on every rank"
             )
         if order != digests[1]:
-            raise PartitionError(f"rank {me} has schedule={schedule!r}, and rank {rank} another")
+            raise PartitionError(f"rank {me} has schedule={schedule!r}, and rank {rank} has another schedule")
         if count != n_microbatches:
             raise PartitionError(
                 f"rank {me} has n_microbatches={n_microbatches}, and rank {rank} n_microbatches={count}"
@@ -147,7 +147,7 @@ def _digest(text: str) -> int:
 
 
 def _cut(stage: nn.Module) -> str:
-    """What is the same on ranks that cut alike; engines may be chosen otherwise on each."""
+    """A text that is equal on ranks with equal cuts; their engines may differ."""
     form = getattr(stage, "form", None)
     if form is not None:
         return str(form.nodes)
@@ -157,32 +157,32 @@ def _cut(stage: nn.Module) -> str:
 def connect(stage_ranks: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Open the connections between neighbours one by one.
 
-    Some versions of gloo fail when both ends of a connection that is not yet open begin to send at once.
+    Some versions of gloo fail if both ends of a new connection send at the same time.
     """
     rank = dist.get_rank(group)
     for a, b in sorted({(min(p), max(p)) for p in pairwise(stage_ranks) if p[0] != p[1]}):
         if rank not in (a, b):
             continue
-        word = torch.zeros(1, device=device)
+        message = torch.zeros(1, device=device)
         for sender in (a, b):
             other = global_rank(b if rank == a else a, group)
             if rank == sender:
-                dist.send(word, other, group=group)
+                dist.send(message, other, group=group)
             else:
-                dist.recv(word, other, group=group)
+                dist.recv(message, other, group=group)
 
 
 def recomputed_stages(checkpoint: bool | Collection[int | str], stages: StageSequence) -> frozenset[int]:
-    """The stages to compute again; named modules are passed to their stages."""
+    """The stages to recompute in the backward pass; named modules are marked in their stages."""
     if isinstance(checkpoint, str) or not isinstance(checkpoint, bool | Collection):
         raise PartitionError(
             f"checkpoint={checkpoint!r} must be True, False, or a list of"
             " numbers of stages and names of modules"
         )
     chosen = range(len(stages)) if checkpoint is True else () if checkpoint is False else checkpoint
-    strange = [one for one in chosen if not isinstance(one, int | str)]
-    if strange:
-        raise PartitionError(f"checkpoint names {strange[0]!r}, which is neither a stage nor a module")
+    others = [one for one in chosen if not isinstance(one, int | str)]
+    if others:
+        raise PartitionError(f"checkpoint names {others[0]!r}, which is neither a stage nor a module")
     numbers = [i for i in chosen if isinstance(i, int)]
     wrong = [i for i in numbers if i not in range(len(stages))]
     if wrong:
@@ -194,52 +194,53 @@ def recomputed_stages(checkpoint: bool | Collection[int | str], stages: StageSeq
 
 
 def why_whole(stages: StageSequence) -> str:
-    """Why a micro-batch may not be filled up with copies of a sample; empty if it may."""
+    """Why a micro-batch must not be padded with copies of a sample; empty if it may be."""
     for i, stage in enumerate(stages):
         if writes_buffers(stage):
             form = getattr(stage, "form", None)
             names = [] if form is None else sorted(form.states.keys() & form.written)
             state = form.states[names[0]] if form is not None and names else "its buffers"
-            return f"stage {i} updates {state}, which copies that fill it up would enter"
+            return f"stage {i} updates {state}, which copies for padding would change"
     signature = stages.signature
     for spec in signature.outputs:
         if isinstance(spec, TensorSpec) and not signature.splits(spec):
-            return f"output {spec} has no batch, so copies that fill it up could not be taken off again"
+            return f"output {spec} has no batch dimension, so copies for padding could not be removed"
     return ""
 
 
 def writes_buffers(stage: nn.Module) -> bool:
-    """Whether a stage changes buffers in its forward pass."""
+    """Whether the forward pass of a stage changes buffers."""
     if isinstance(stage, Stage):
         return bool(stage.form.states.keys() & stage.form.written)
     return isinstance(stage, TreeStage) and stage.writes
 
 
 def refuse_shared_statistics(stages: StageSequence, ranks: Sequence[int]) -> None:
-    """Refuse buffers that several ranks would update, each for itself: a module called in two stages."""
+    """Raise PartitionError for buffers that several ranks would update: a module called in two stages."""
     homes: dict[int, int] = {}
     for i, stage in enumerate(stages):
         if isinstance(stage, TreeStage) and stage.writes:
             for name, buffer in stage.named_buffers():
                 if ranks[homes.setdefault(id(buffer), i)] != ranks[i]:
                     raise PartitionError(
-                        f"stages {homes[id(buffer)]} and {i} both hold {name}, which running them may change,"
-                        " on different ranks: choose other cuts with cuts=..."
+                        f"stages {homes[id(buffer)]} and {i}, on different ranks, both hold {name} and may"
+                        " change it: choose other cuts with cuts=..."
                     )
 
 
 def refuse_compiled(stages: StageSequence, trains: bool) -> None:
-    """Refuse compiled stages where gradients are wanted."""
+    """Raise PartitionError for compiled stages in training."""
     for i, stage in enumerate(stages):
         if isinstance(stage, CompiledStage) and trains:
-            raise PartitionError(f"stage {i} is compiled, for inference: leave out loss_fn and call infer")
+            raise PartitionError(f"stage {i} is compiled for inference: omit loss_fn and call infer")
 
 
 def refuse_mean_inside(stages: StageSequence) -> None:
+    """Raise PartitionError if the model itself computes a mean over tokens."""
     node = next((n for n in map(mean_inside, stages) if n is not None), None)
     if node is not None:
         raise PartitionError(
-            f"the model computes a mean over tokens itself ({node}), and micro-batches may average over"
-            " different numbers of them: give loss_weight=, a function of a micro-batch's target (with"
-            " target=labels, say lambda labels: (labels != -100).sum()), or loss_weight='equal'"
+            f"the model computes a mean over tokens itself ({node}), and micro-batches may have different"
+            " numbers of tokens: give loss_weight=, a function of a micro-batch's target (with"
+            " target=labels, for example lambda labels: (labels != -100).sum()), or loss_weight='equal'"
         )

@@ -1,4 +1,4 @@
-"""The stages one rank holds, with the parts of an `nn.Module` that training loops use."""
+"""The stages of one rank, with the methods of an `nn.Module` that training loops use."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def clip_by_global_norm(
 ) -> Tensor:
     """Scale the gradients of `parameters` so that the norm over every rank's `counted` is at most `max_norm`.
 
-    A parameter that several ranks hold is counted by one of them. Returns the norm before clipping.
+    A parameter on several ranks is in `counted` on one of them. Returns the norm before clipping.
     """
     gradients = [p.grad for p in counted if p.grad is not None]
-    # Ranks may hold gradients of different dtypes, or none: what is sent is float64 on all of them.
-    # Beside plain ones they may be sharded, and torch does not take both at once.
+    # Ranks may have gradients of different dtypes, or none, so all ranks send float64. torch does not take
+    # sharded and plain gradients together.
     kinds = [[g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False)]
     norms = [whole(get_total_norm(kind, norm_type)).to(device) for kind in kinds if kind]
     wide = get_total_norm(norms, norm_type).to(device).double()
@@ -50,28 +50,28 @@ def clip_by_global_norm(
         dist.all_reduce(powered, group=group)
         total = powered ** (1.0 / norm_type)
     total = total.to(_common_dtype(gradients, group, device))
-    held = []  # what this rank holds of the gradients, in the same memory
+    own = []  # this rank's parts of the gradients, in the same memory
     for parameter in parameters:
         if parameter.grad is not None:
-            held.append(nn.Parameter(own_part(parameter.detach())))
-            held[-1].grad = own_part(parameter.grad)
-    clip_grads_with_norm_(held, max_norm, total)
+            own.append(nn.Parameter(own_part(parameter.detach())))
+            own[-1].grad = own_part(parameter.grad)
+    clip_grads_with_norm_(own, max_norm, total)
     return total
 
 
 def _common_dtype(
     gradients: Sequence[Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.dtype:
-    """The dtype that the norm of all ranks' gradients together would have."""
+    """The dtype of the norm of all ranks' gradients."""
     own = {gradient.real.dtype if gradient.is_complex() else gradient.dtype for gradient in gradients}
-    held = torch.tensor([float(dtype in own) for dtype in _DTYPES], device=device)
-    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
-    present = [dtype for dtype, count in zip(_DTYPES, held.tolist(), strict=True) if count]
+    counts = torch.tensor([float(dtype in own) for dtype in _DTYPES], device=device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+    present = [dtype for dtype, count in zip(_DTYPES, counts.tolist(), strict=True) if count]
     return functools.reduce(torch.promote_types, present or [torch.float32])
 
 
 class RankStages(StageSequence):
-    """This rank's stages, a module; parameters and states go by the plain model's names."""
+    """This rank's stages as a module. Parameters and buffers have the names of the plain model."""
 
     def __init__(
         self,
@@ -89,20 +89,20 @@ class RankStages(StageSequence):
         self.world: World = world
         self.device: torch.device = device
         self.rank: int = world.rank
-        # What random numbers depend on, with the number of the micro-batch; `steps` counts those of training.
+        # Random numbers depend on both, and on the number of the micro-batch. `steps` counts training steps.
         self.seed: int = 0
         self.steps: int = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a rank has no answer of its own."""
-        raise PartitionError("a pipeline over processes is not called: use step(...), or infer(...)")
+        """Raise PartitionError: use `step` or `infer`."""
+        raise PartitionError("a pipeline over processes is not called: use step(...) or infer(...)")
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Load this rank's share from the plain model's `state_dict`, or from that of any cut of it."""
-        own, known = self.state_dict(), set(self.keys)
-        unknown = [key for key in state_dict if key not in known]
+        """Load this rank's share from the `state_dict` of the plain model, or of any cut of it."""
+        own, keys = self.state_dict(), set(self.keys)
+        unknown = [key for key in state_dict if key not in keys]
         missing = [key for key in own if key not in state_dict]
         if strict and (unknown or missing):
             raise InputError(f"state_dict does not fit: missing {missing}, unexpected {unknown}")
@@ -111,24 +111,24 @@ class RankStages(StageSequence):
     def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of model and optimizer that any other cut can load. All ranks call it.
 
-        It holds `seed` and `steps` too, so that a model with dropout goes on as if it had not been stopped.
+        It contains `seed` and `steps`, so that dropout continues with the same random numbers.
         """
         counters = {"seed": self.seed, "steps": self.steps}
         names = dict(self.named_parameters())
         save_checkpoint(path, self.state_dict(), names, optimizer, counters, self.world.everyone)
 
     def load(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read this rank's share of a checkpoint, whatever cut wrote it. All ranks call it."""
+        """Read this rank's share of a checkpoint, which any cut may have written. All ranks call it."""
         names = dict(self.named_parameters())
         counters = load_checkpoint(path, self.state_dict(), names, optimizer, self.world.everyone)
         self.seed = counters.get("seed", self.seed)
         self.steps = counters.get("steps", self.steps)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients by their norm over all ranks, which is the plain model's; returns it."""
+        """Clip the gradients by their norm over all ranks, as in the plain model, and return the norm."""
         parameters, named = list(self.parameters()), dict(self.named_parameters(remove_duplicate=False))
         homes = {t.name: min(self.stage_ranks[s] for s in t.stages) for t in self.ties}
         elsewhere = {id(named[name]) for name, rank in homes.items() if name in named and rank != self.rank}
-        counted = [p for p in parameters if id(p) not in elsewhere]  # by the first rank that holds it
-        group = self.world.pipeline  # the replicas' gradients are the same
+        counted = [p for p in parameters if id(p) not in elsewhere]  # each by the first rank that holds it
+        group = self.world.pipeline  # all replicas have the same gradients
         return clip_by_global_norm(parameters, counted, max_norm, norm_type, group, self.device)

@@ -1,8 +1,8 @@
-"""Checkpoints by torch.distributed.checkpoint under the plain model's names, that any cut can load.
+"""Checkpoints by torch.distributed.checkpoint under the plain model's names, which any cut can load.
 
-The options of an optimizer are kept by parameter, since another cut, or another rank, has other groups. A new
-group whose parameters were saved with different options is refused: either choice would be wrong for some.
-What one rank refuses, all are told before any tensor is read.
+The options of an optimizer are stored by parameter, since another cut or rank has other groups. Loading
+raises if one new group has parameters with different saved options. If one rank raises, all ranks do, before
+they read tensors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.tied import global_rank
 from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
 
-Options = dict[str, Any]  # such as a learning rate, by their names
+Options = dict[str, Any]  # the options of an optimizer by name, such as a learning rate
 
 
 def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Options]:
-    """The options of every parameter that the optimizer has.
+    """The options of every parameter of the optimizer.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> options_by_name(torch.optim.SGD([weight], lr=0.5), {"weight": weight})["weight"]["lr"]
@@ -48,25 +48,25 @@ def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor
 def options_of_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], saved: Mapping[str, Options]
 ) -> list[Options]:
-    """The options for each group, from those of its parameters; an error if they differ."""
+    """The saved options for each group. Raises InputError if those of its parameters differ."""
     options = []
     for own in _names_by_group(optimizer, names):
-        known = [name for name in own if name in saved]
-        first: Options = saved[known[0]] if known else {}
-        for name in known:
+        stored = [name for name in own if name in saved]
+        first: Options = saved[stored[0]] if stored else {}
+        for name in stored:
             differing = [key for key in first if first[key] != saved[name].get(key)]
             if differing:
                 key, other = differing[0], saved[name].get(differing[0])
                 raise InputError(
-                    f"{known[0]} was saved with {key}={first[key]} and {name} with {other}, and"
-                    " one group of this optimizer holds both: make it with the groups that were saved"
+                    f"{stored[0]} was saved with {key}={first[key]} and {name} with {other}, and"
+                    " one group of this optimizer has both: create it with the groups that were saved"
                 )
         options.append(first)
     return options
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Options]) -> None:
-    """Give each group its options; those that are tensors keep their memory."""
+    """Set the options of each group; an option that is a tensor is filled in place."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for option, value in values.items():
             if isinstance(group.get(option), Tensor):
@@ -76,12 +76,12 @@ def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Options]) ->
 
 
 def as_bytes(options: Options) -> Tensor:
-    """Options as a tensor, which a checkpoint holds."""
+    """Options as a tensor, for a checkpoint."""
     return torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8)
 
 
 def from_bytes(data: Tensor) -> Options:
-    """Options of a tensor."""
+    """The options from a tensor of `as_bytes`."""
     options: Options = json.loads(bytes(data.tolist()))
     return options
 
@@ -92,7 +92,7 @@ def _names_by_group(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor
 
 
 def _plain(option: str, value: Any) -> Any:
-    """An option without tensors: a learning rate may be one."""
+    """An option without tensors; a learning rate, for example, may be a tensor."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise InputError(f"the optimizer's option {option} is a tensor of {value.numel()} elements")
@@ -111,9 +111,9 @@ def save_checkpoint(
     counters: Mapping[str, int],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write this rank's share of the model, and of an optimizer's state, into a folder all ranks write to.
+    """Write this rank's share of the model and of an optimizer's state. All ranks write to one folder.
 
-    `counters` are numbers that are the same on all ranks.
+    `counters` are numbers that are equal on all ranks.
     """
     flat = {_MODEL + key: value for key, value in state.items()}
     if dist.get_rank(group) == 0:
@@ -135,9 +135,9 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, int]:
-    """Read this rank's share, whatever cut and number of ranks wrote it; tensors are filled in place.
+    """Read this rank's share of a checkpoint into its tensors, and return the saved counters.
 
-    What one rank refuses no rank begins to read. Returns the counters that were saved.
+    Any cut and number of ranks may have written it. If one rank raises, no rank reads.
     """
     flat: dict[str, Any] = {_MODEL + key: value for key, value in state.items()}
     slots: dict[str, tuple[str, str]] = {}
@@ -167,17 +167,17 @@ def load_checkpoint(
     read = {key.removeprefix(_COUNTERS): int(flat[key]) for key in counters}
     if not read:
         warnings.warn(
-            f"the checkpoint {path} holds no seed and no number of steps: dropout continues with"
-            " those of this pipeline",
+            f"the checkpoint {path} has no seed and no number of steps: dropout continues with those of"
+            " this pipeline",
             stacklevel=3,
         )
     if optimizer is None:
         return read
-    for parameter in names.values():  # what the checkpoint lacks had not been made when it was written
+    for parameter in names.values():  # a state that is not in the checkpoint did not exist at that time
         optimizer.state.pop(parameter, None)
     for key, (name, slot) in slots.items():
-        value, held = flat[key], names[name]
-        optimizer.state[held][slot] = value.to(held.device) if value.ndim else value
+        value, parameter = flat[key], names[name]
+        optimizer.state[parameter][slot] = value.to(parameter.device) if value.ndim else value
     set_options(optimizer, options)
     return read
 
@@ -185,48 +185,48 @@ def load_checkpoint(
 def _saved_options(
     path: str | Path, stored: Mapping[str, TensorStorageMetadata], names: Mapping[str, Tensor]
 ) -> dict[str, Options]:
-    """The options of these parameters that a checkpoint holds."""
+    """The options of these parameters in a checkpoint."""
     if not any(key.startswith(_OPTIONS) for key in stored):
-        raise InputError(f"the checkpoint {path} holds no optimizer")
+        raise InputError(f"the checkpoint {path} has no optimizer")
     flat: dict[str, Any] = {
         _OPTIONS + name: _empty(stored[_OPTIONS + name]) for name in names if _OPTIONS + name in stored
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each rank reads those of its own parameters
+        warnings.simplefilter("ignore")  # about no_dist: each rank reads only for its own parameters
         load(flat, checkpoint_id=str(path), no_dist=True)
     return {key.removeprefix(_OPTIONS): from_bytes(data) for key, data in flat.items()}
 
 
 def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise on every rank what any rank refuses: the others would wait for it."""
-    said: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, None if refusal is None else str(refusal), group=group)
+    """Raise on every rank if one rank has a refusal; other ranks would wait for it."""
+    messages: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, None if refusal is None else str(refusal), group=group)
     if refusal is not None:
         raise refusal
-    for place, words in enumerate(said):
-        if words is not None:
-            raise InputError(f"rank {global_rank(place, group)} {what}: {words}")
+    for place, message in enumerate(messages):
+        if message is not None:
+            raise InputError(f"rank {global_rank(place, group)} {what}: {message}")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """The whole plain model's `state_dict` from a checkpoint, in one process."""
+    """The `state_dict` of the plain model from a checkpoint, in one process."""
     stored = _stored(path)
     flat: dict[str, Any] = {key: _empty(meta) for key, meta in stored.items() if key.startswith(_MODEL)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process loads is what was asked for
+        warnings.simplefilter("ignore")  # about no_dist: one process is intended
         load(flat, checkpoint_id=str(path), no_dist=True)
     return {key.removeprefix(_MODEL): value for key, value in flat.items()}
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether a folder holds a checkpoint of torch.distributed.checkpoint."""
+    """Whether a folder is a checkpoint of torch.distributed.checkpoint."""
     return (Path(path) / ".metadata").is_file()
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint among the folders in `folder`, or None.
+    """The newest complete checkpoint among the folders in `folder`, or None.
 
-    The metadata are written last, so a checkpoint that was cut off has none, and does not count.
+    The metadata file is written last, so an incomplete checkpoint has none.
     """
     checkpoints = [p for p in Path(folder).glob("*") if is_checkpoint(p)]
     return max(checkpoints, key=lambda p: (p / ".metadata").stat().st_mtime_ns, default=None)
@@ -234,7 +234,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 def _stored(path: str | Path) -> dict[str, TensorStorageMetadata]:
     if not is_checkpoint(path):
-        raise InputError(f"{path} holds no checkpoint")
+        raise InputError(f"{path} has no checkpoint")
     entries = FileSystemReader(str(path)).read_metadata().state_dict_metadata
     return {key: meta for key, meta in entries.items() if isinstance(meta, TensorStorageMetadata)}
 
@@ -246,9 +246,9 @@ def _empty(meta: TensorStorageMetadata) -> Tensor:
 def materialise(
     stages: StageSequence, weights: Weights, held: Sequence[int], device: torch.device, world: World
 ) -> None:
-    """Give the `held` stages memory, and their weights from safetensors; refused on every rank if on one.
+    """Allocate memory for the `held` stages, and read their weights. If one rank raises, all ranks do.
 
-    For a checkpoint of torch.distributed.checkpoint only the memory is made: reading it is for all ranks.
+    A checkpoint of torch.distributed.checkpoint is not read here: all ranks read it together later.
     """
     refusal: InputError | None = None
     try:
@@ -262,5 +262,5 @@ def materialise(
 
 
 def weights_of(source: str | Path | Weights | None) -> Weights | None:
-    """The weights a user named, by path or in full."""
+    """The weights that the option `weights` names."""
     return source if source is None or isinstance(source, Weights) else Weights(source)

@@ -1,7 +1,7 @@
 """torch's schedule over this rank's stages, for batches of one size and precision.
 
-A rank that raises in the middle of torch's schedule leaves the others waiting. So zeros take the place of
-what it cannot give, and one small exchange at the end of each step says whether anyone failed.
+If a rank raised in the middle of torch's schedule, the others would wait for it. So after an exception, the
+rank sends zeros, and at the end of each step the ranks exchange whether one has failed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from intarsia.pipeline.gpipe.keyed_random import RandomKey, using_key
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.tracing import traced
 
-# Before 2.13 torch's separate pass for the weights adds up the gradients of a node's several outputs as if
-# they were one, so there the whole backward pass runs where the inputs' would.
+# Before 2.13, torch's separate pass for weights adds the gradients of several outputs of a node as if they
+# were one. There, the whole backward pass runs in place of the pass for inputs.
 SPLITS_BACKWARD = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
@@ -36,10 +36,10 @@ class Failure:
     where: str = ""
 
     def note(self, error: Exception, where: str) -> None:
-        """Remember an exception, unless an earlier one is the cause of it all."""
+        """Store an exception, unless there is an earlier one."""
         if self.error is not None:
             return
-        # torch wraps what a backward pass raises; the user's own exception is the cause.
+        # torch wraps the exception of a backward pass; its cause is the user's exception.
         cause = error.__cause__ if str(error).lstrip().startswith("Failed to run stage") else None
         self.error, self.where = cause if isinstance(cause, Exception) else error, where
         self.error.add_note(f"in {where}")
@@ -47,18 +47,18 @@ class Failure:
 
 @dataclass
 class ScheduleRun:
-    """A schedule that is ready to step, and what its last step gave."""
+    """A schedule that is ready to step, and the results of its last step."""
 
     schedule: Any
     failure: Failure
     outputs: list[tuple[Tensor, ...]] = field(default_factory=list)  # of the last stage, by micro-batch
-    used: set[int] = field(default_factory=set)  # outputs of the last stage that a loss gave a gradient
+    used: set[int] = field(default_factory=set)  # the outputs of the last stage that have a gradient
     key: RandomKey | None = None  # of the first micro-batch of this step
 
     def step(
         self, inputs: Sequence[Tensor], options: Mapping[str, Any], key: RandomKey
     ) -> list[tuple[Tensor, ...]]:
-        """Run every micro-batch; what the last stage gave for each. A failure is kept, not raised."""
+        """Run all micro-batches. Returns the outputs of the last stage. A failure is stored, not raised."""
         self.key = key
         self.failure.error = None
         self.outputs.clear()
@@ -68,23 +68,23 @@ class ScheduleRun:
 
 
 class RefusedRun(ScheduleRun):
-    """A step that could not be prepared: it does nothing, and its failure is raised at its end."""
+    """A run that could not be built: a step does nothing, and its failure is raised at the end."""
 
     def step(
         self, inputs: Sequence[Tensor], options: Mapping[str, Any], key: RandomKey
     ) -> list[tuple[Tensor, ...]]:
-        """Nothing."""
+        """No outputs."""
         return []
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a schedule is built from: stages by number, borders, and how they are to run."""
+    """The parts of a schedule: stages by number, borders, and how to run them."""
 
     schedule_class: Any
     parts: Mapping[int, nn.Module]  # this rank's stages
     borders: Borders
-    axis: Callable[[TensorSpec], int | None]  # of the batch in an input
+    axis: Callable[[TensorSpec], int | None]  # the batch axis of an input
     n_microbatches: int
     recompute: frozenset[int]
     device: torch.device
@@ -94,13 +94,13 @@ class RunPlan:
 def build_run(
     plan: RunPlan, lengths: Mapping[str, int], loss: Callable[[Sequence[Tensor], int], Tensor] | None
 ) -> ScheduleRun:
-    """torch's schedule for micro-batches of these lengths; with `loss` its step trains."""
+    """torch's schedule for micro-batches of these lengths; with `loss`, its step trains."""
     failure = Failure()
     run = ScheduleRun(None, failure)
     stages = [_pipeline_stage(plan, i, lengths, run) for i in plan.parts]
     if is_folded(plan.schedule_class):
-        # Before 2.13 torch begins by letting neighbours greet each other, and on a fold a rank greets itself,
-        # which gloo refuses. The connections are open already.
+        # Before 2.13, torch first sends a message between neighbours. In a folded schedule, a rank would send
+        # to itself, which gloo refuses. The connections are open already (see `connect`).
         for stage in stages:
             if hasattr(stage, "_get_init_p2p_neighbors_ops"):
                 stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def build_run(
         stages[0] if single else stages,
         n_microbatches=plan.n_microbatches,
         loss_fn=None if loss is None else _guarded_loss(loss, failure),
-        # torch divides a parameter's gradient once for each of its stages, and what was there before too; the
+        # torch would divide a tied parameter's gradient once for each stage, and earlier gradients too. The
         # loss is scaled instead.
         scale_grads=False,
     )
@@ -140,11 +140,11 @@ def _pipeline_stage(plan: RunPlan, i: int, lengths: Mapping[str, int], run: Sche
 
 
 def _splits_backward(plan: RunPlan, i: int) -> bool:
-    """Whether the gradients of a stage's weights can wait; else they are computed with those of its inputs.
+    """Whether the gradients of a stage's weights can run after those of its inputs, in a pass of their own.
 
-    A recomputed stage would be computed again for every group of weights that waits, and torch's pass for
-    the weights walks a part of the graph twice if a weight is used in several places (ALBERT's layers).
-    FSDP2 reduces gradients at the end of a backward pass.
+    A recomputed stage would run again for every group of weights. torch's pass for weights runs a part of the
+    graph twice if a weight has several uses (ALBERT's layers). FSDP2 reduces gradients at the end of a
+    backward pass.
     """
     part = plan.parts[i]
     whole = i in plan.recompute or getattr(part, "reuses_weights", False) or is_sharded(part)
@@ -152,7 +152,7 @@ def _splits_backward(plan: RunPlan, i: int) -> bool:
 
 
 class _Guarded(nn.Module):
-    """A stage whose exception leaves no rank waiting: zeros go on, and the step fails at its end."""
+    """A stage that stores an exception and returns zeros, so that no rank waits; the step then fails."""
 
     def __init__(
         self, wired: WiredStage, index: int, device: torch.device, run: ScheduleRun, last: bool
@@ -161,7 +161,7 @@ class _Guarded(nn.Module):
         self.wired, self.index, self.device, self.run, self.last = wired, index, device, run, last
 
     def forward(self, *wires: Tensor) -> tuple[Tensor, ...]:
-        """The wires of the next border."""
+        """The wires of the border after the stage."""
         outputs: tuple[Tensor, ...] | None = None
         if self.run.failure.error is None:
             try:
@@ -176,12 +176,12 @@ class _Guarded(nn.Module):
 
 
 class _GuardedStage(PipelineStage):
-    """torch's stage, whose backward pass also goes on with zeros after an exception."""
+    """torch's stage, whose backward pass also continues with zeros after an exception."""
 
     submod: _Guarded
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of a micro-batch, whose random numbers come by its key."""
+        """The forward pass of a micro-batch, with random numbers by its key."""
         key = self.submod.run.key
         with using_key(None if key is None else key.of(key.micro_batch + fwd_chunk_id)):
             return self._traced("", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
@@ -220,17 +220,17 @@ class _GuardedStage(PipelineStage):
         name = f"stage {self.stage_index}, micro-batch {chunk}{kind}"
         return traced(name, f"stage {self.stage_index}", run, chunk, *args, **kwargs)
 
-    # On a fold neighbouring stages of one rank hand gradients over by these two, also where there are none:
-    # torch runs the backward slots of a schedule without a loss too, and asserts here that there is one.
+    # In a folded schedule, neighbouring stages of one rank exchange gradients by these two methods. torch
+    # calls them without a loss too, and then its own methods assert that there is a backward pass.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """The gradients for the stage before this one on this rank; none without a backward pass."""
+        """The gradients for the previous stage on this rank; empty without a backward pass."""
         if not self.has_backward:
             return ()
         return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Take the gradients of the stage after this one on this rank; none without a backward pass."""
+        """Take the gradients of the next stage on this rank; no effect without a backward pass."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -251,7 +251,7 @@ def _guarded_loss(
 
 
 def _plain(spec: TensorSpec | str, lengths: Mapping[str, int], axis: int | None) -> Tensor:
-    """The form of an input or output: the batch in front, or one more dimension where there is none."""
+    """An empty input or output with the batch dimension in front, or with a new one if it has none."""
     assert isinstance(spec, TensorSpec)
     empty = torch.empty(spec.sizes(lengths), dtype=spec.dtype, device="meta")
     return empty.unsqueeze(0) if axis is None else empty.movedim(axis, 0).contiguous()

@@ -1,9 +1,8 @@
-"""Stages that several ranks hold together, by torch's FSDP2 (`fully_shard`) or its tensor parallel plans."""
+"""Stages that are divided among ranks, by torch's FSDP2 (`fully_shard`) or its tensor parallel plans."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, near_names
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.tree_stage import TreeStage
 
@@ -24,39 +23,40 @@ def shard_stages(parts: Mapping[int, nn.Module], stages: StageSequence, mesh: De
     """Shard this rank's stages over a mesh of (shard) or (data, shard)."""
     if stages.tied:
         raise PartitionError(
-            f"{stages.tied[0]}; fully_shard cannot shard one parameter in two modules: cut elsewhere with"
-            " cuts=..., or leave the mesh's shard dimension out"
+            f"{stages.tied[0]}; fully_shard cannot shard one parameter in two modules: choose other cuts with"
+            " cuts=..., or omit the mesh's shard dimension"
         )
     for part in parts.values():
         fully_shard(part, mesh=mesh)
 
 
 def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None) -> None:
-    """Refuse a tensor parallel plan that these stages cannot follow, on every rank alike."""
-    if (mesh is None) != (plan is None):
-        has, lacks = ("tensor_plan=", "mesh= with a dimension") if mesh is None else ("mesh", "tensor_plan=")
-        raise PartitionError(f"{has} divides modules over a dimension 'tensor', and needs {lacks} beside it")
+    """Raise PartitionError, on every rank, for a tensor parallel plan that does not fit these stages."""
+    if plan is not None and mesh is None:
+        raise PartitionError("tensor_plan= needs mesh= with a dimension 'tensor'")
+    if plan is None and mesh is not None:
+        raise PartitionError("mesh= has a dimension 'tensor', which needs tensor_plan=")
     if plan is None:
         return
     if not all(isinstance(stage, TreeStage) for stage in stages):
         raise PartitionError(
-            "tensor_plan= replaces what modules compute, and stages cut by the graph call no modules: split"
-            " with way='modules'"
+            "tensor_plan= divides modules, and stages cut by the graph call no modules: use"
+            " split(..., way='modules')"
         )
     if stages.tied:
         raise PartitionError(
-            f"{stages.tied[0]}; a plan would divide it in each by itself: choose other cuts with cuts=..."
+            f"{stages.tied[0]}; a plan would divide it in each stage separately: choose other cuts with"
+            " cuts=..."
         )
-    known = {name for stage in stages for name, _ in stage.named_modules() if name}
+    names = {name for stage in stages for name, _ in stage.named_modules() if name}
     for pattern in plan:
-        if not any(_matches(name, pattern) for name in known):
-            near = get_close_matches(pattern, sorted(known), n=3)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+        if not any(_matches(name, pattern) for name in names):
+            hint = near_names(pattern, names)
             raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{hint}")
 
 
 def parallelize_stages(parts: Mapping[int, nn.Module], mesh: DeviceMesh, plan: Plan) -> None:
-    """Divide the modules of this rank's stages as the plan says, each by its name in the model."""
+    """Divide the modules of this rank's stages by the plan, whose names are those of the model."""
     for part in parts.values():
         names = [name for name, _ in part.named_modules() if name]
         own = {pattern: plan[pattern] for pattern in plan if any(_matches(n, pattern) for n in names)}
@@ -65,28 +65,28 @@ def parallelize_stages(parts: Mapping[int, nn.Module], mesh: DeviceMesh, plan: P
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a module, as `parallelize_module` reads it: one part of the name at a time."""
+    """Whether a pattern matches a name as in `parallelize_module`: each part between dots separately."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def is_sharded(stage: nn.Module) -> bool:
-    """Whether a stage is sharded inside."""
+    """Whether a stage has sharded modules."""
     return any(isinstance(module, FSDPModule) for module in stage.modules())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which each rank may hold a shard, whole."""
+    """The full tensor, also if each rank holds a shard."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def empty_like_parameter(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Memory for a slot of an optimizer, sharded as its parameter where it has its size."""
+    """Memory for a slot of an optimizer, sharded like its parameter if they have the same size."""
     if isinstance(parameter, DTensor) and parameter.shape == size:
         return torch.empty_like(parameter, dtype=dtype)
     return torch.empty(size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The process group of a job that may be restarted."""
+"""The process group of a job that torchrun may restart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.distributed.rendezvous import rendezvous
 
 
 def start_process_group(backend: str = "gloo", timeout: timedelta | None = None) -> None:
-    """`torch.distributed.init_process_group`, correct also after `torchrun --max-restarts` has restarted.
+    """`torch.distributed.init_process_group` that also works after a restart by `torchrun --max-restarts`.
 
-    torchrun keeps one store through all restarts, and gloo finds the addresses of the processes that died in
-    it and waits for them. Here every life of the job has names of its own in the store.
+    torchrun has one store for all restarts. gloo would find the addresses of dead processes there and wait
+    for them. So each restart uses a prefix of its own in the store.
     """
     store, rank, world = next(iter(rendezvous("env://")))
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
-        backend, store=PrefixStore(f"life {life}", store), rank=rank, world_size=world, timeout=timeout
+        backend, store=PrefixStore(f"restart {restart}", store), rank=rank, world_size=world, timeout=timeout
     )

@@ -1,10 +1,10 @@
 """Parameters that the loss does not depend on get no gradient, as in the plain model.
 
-Every value that crosses a border gets a gradient back, zeros where the loss does not use it. An optimizer
-would take zeros for a gradient, and let weights decay that the plain loop leaves alone.
+Every value that crosses a border gets a gradient: zeros if the loss does not use it. With a gradient of
+zeros, an optimizer would apply weight decay, which the plain loop does not.
 
-The last rank notes at which outputs the backward pass began, and the flags that every step shares anyway
-carry it. A flag with every wire would cost a message for each micro-batch and border.
+The last rank records which outputs have a gradient, and sends it with the flags at the end of each step. A
+flag with every wire would cost a message for each micro-batch and border.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor, fx, nn
 from intarsia.pipeline.stages.signature import value_name
 from intarsia.pipeline.stages.stage import Stage
 
-_STOPS = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}  # no gradient goes through
+_STOPS = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}  # gradients do not pass these
 
 
 class UnusedParameters:
-    """Finds the parameters that a loss does not depend on, once for each set of outputs that it uses.
+    """Removes the zero gradients of parameters that a loss does not depend on.
 
-    Of stages that are cut along the module tree it is not known what depends on what: zeros stay there.
+    For stages cut along modules, the dependencies are unknown: their zeros stay.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -32,9 +32,10 @@ class UnusedParameters:
         self._reached: dict[tuple[bool, ...], set[int]] = {}
 
     def forget(self, fresh: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
-        """Take the zeros from parameters that had no gradient before a step, and that its loss does not use.
+        """Remove zero gradients that a step gave to parameters which its loss does not use.
 
-        `used` says of each output whether any part of the loss is made of it.
+        `fresh` are the parameters without a gradient before the step. `used` tells for each output whether
+        the loss uses it.
         """
         if all(used) or not self._known:
             return
@@ -47,8 +48,9 @@ class UnusedParameters:
 
 
 def reached_states(stages: Sequence[Stage], used: Sequence[bool]) -> set[int]:
-    """The identities of the parameters and buffers that the used outputs of the last stage are made of."""
-    needed = {name for name, one in zip(map(value_name, stages[-1].form.gives), used, strict=True) if one}
+    """The ids of the parameters and buffers that the used outputs of the last stage depend on."""
+    outputs = map(value_name, stages[-1].form.gives)
+    needed = {name for name, is_used in zip(outputs, used, strict=True) if is_used}
     reached: set[int] = set()
     for stage in reversed(stages):
         takes, arguments = set(map(value_name, stage.form.takes)), _arguments(stage, needed)
@@ -58,9 +60,9 @@ def reached_states(stages: Sequence[Stage], used: Sequence[bool]) -> set[int]:
 
 
 def _arguments(stage: Stage, needed: set[str]) -> set[str]:
-    """The arguments of a stage's program that the needed values are made of."""
+    """The arguments of a stage's program that the needed values depend on."""
     nodes, form = list(stage.program.graph.nodes), stage.form
-    if any(_writes(node) for node in nodes):  # another name of what is written may lead elsewhere
+    if any(_writes(node) for node in nodes):  # an alias of the written tensor may be used elsewhere
         return set(form.arguments)
     results = nodes[-1].args[0]
     pairs = zip(results, form.results, strict=True)
@@ -71,12 +73,12 @@ def _arguments(stage: Stage, needed: set[str]) -> set[str]:
         before = [] if node.target in _STOPS else [n for n in node.all_input_nodes if n not in seen]
         seen.update(before)
         waiting += before
-    holders = [node for node in nodes if node.op == "placeholder"]
-    return {name for node, name in zip(holders, form.arguments, strict=True) if node in seen}
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    return {name for node, name in zip(placeholders, form.arguments, strict=True) if node in seen}
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node writes in place to what gradients go through: anything but a buffer's statistics."""
+    """Whether a node writes in place to a tensor that may have a gradient: any but a buffer."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return False

@@ -1,9 +1,9 @@
-"""What crosses between processes: every value as a floating tensor that takes a gradient, and back.
+"""Wires: the tensors that cross between processes.
 
-`torch.distributed.pipelining` sends any tensor forward, but expects a gradient for each on the way back,
-needs contiguous memory, and detaches what a stage gave in place, which a view refuses. So each border value
-becomes a *wire*: contiguous, floating, no view, and always with a gradient, zero where there is none. Bits
-are kept: whole numbers cross as floats of the same width, and no arithmetic touches them on the way.
+`torch.distributed.pipelining` sends any tensor forward, but it expects a gradient for each, needs contiguous
+memory, and detaches the outputs of a stage in place, which fails for views. So each border value becomes a
+*wire*: a contiguous floating-point tensor, no view, which always has a gradient (zero if the value has none).
+Integers cross as floats of the same width; no arithmetic changes their bits.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from intarsia.errors import PartitionError, PipelineError
 from intarsia.pipeline.stages.program import recompute_contexts
 from intarsia.pipeline.stages.signature import TensorSpec
 
-# Whole numbers, by the float of the same width that carries their bits.
+# For integers, the float of the same width that carries their bits.
 _CARRIER = {
     torch.int64: torch.float64,
     torch.int32: torch.float32,
     torch.int16: torch.float16,
 }
-# Narrow ones have no such float that every backend sends; their values fit into half precision exactly.
+# No float of their width can be sent by every backend. Half precision represents their values exactly.
 _NARROW = {torch.bool, torch.uint8, torch.int8}
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def wire_spec(spec: TensorSpec | str, lengths: Mapping[str, int], device: str = "meta") -> torch.Tensor:
-    """An empty tensor of the form a value has on the wire."""
+    """An empty tensor with the shape and dtype of a value's wire."""
     if isinstance(spec, str):
         raise PartitionError(
-            f"{spec}, a number read from data, crosses a border; it cannot travel between processes:"
+            f"{spec}, a number read from data, crosses a border; it cannot be sent between processes:"
             " choose other cuts with cuts=..."
         )
     shape, dtype = spec.sizes(lengths), spec.dtype
@@ -46,7 +46,7 @@ def wire_spec(spec: TensorSpec | str, lengths: Mapping[str, int], device: str = 
     elif dtype in _CARRIER:
         dtype = _CARRIER[dtype]
     elif not dtype.is_floating_point:
-        raise PartitionError(f"{spec} crosses a border; {dtype} cannot travel between processes")
+        raise PartitionError(f"{spec} crosses a border; {dtype} cannot be sent between processes")
     return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
 
@@ -73,30 +73,31 @@ def _real(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.view_as_complex(grad) if dtype in _COMPLEX else grad
 
 
-def _grows(dtype: torch.dtype) -> bool:
+def _is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
 class _Enter(torch.autograd.Function):
-    """Wires to values; the gradient of a whole number is zero."""
+    """Wires to values; the gradient of an integer is zero."""
 
     @staticmethod
     def forward(ctx: Any, dtypes: Sequence[torch.dtype], *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.dtypes, ctx.shapes = dtypes, [(w.shape, w.dtype, w.device) for w in wires]
         values = tuple(_decode(w, d) for w, d in zip(wires, dtypes, strict=True))
-        ctx.mark_non_differentiable(*[v for v in values if not _grows(v.dtype)])
+        ctx.mark_non_differentiable(*[v for v in values if not _is_differentiable(v.dtype)])
         return values
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        out: list[torch.Tensor | None] = [None]
-        for grad, dtype, (shape, carrier, device) in zip(grads, ctx.dtypes, ctx.shapes, strict=True):
-            out.append(_encode(grad) if _grows(dtype) else torch.zeros(shape, dtype=carrier, device=device))
-        return tuple(out)
+        wires = zip(grads, ctx.dtypes, ctx.shapes, strict=True)
+        return None, *(
+            _encode(grad) if _is_differentiable(dtype) else torch.zeros(shape, dtype=carrier, device=device)
+            for grad, dtype, (shape, carrier, device) in wires
+        )
 
 
 class _Exit(torch.autograd.Function):
-    """Values to wires; `anchor` makes every wire take a gradient, whatever it came from."""
+    """Values to wires; through `anchor`, every wire requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,29 +106,29 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Not an alias: autograd would take a fresh tensor over as a parameter's gradient, and the memory
-        # after this one is the receive buffer of the next step.
-        back = [_real(g, d) if _grows(d) else None for g, d in zip(grads, ctx.dtypes, strict=True)]
-        return (None, *back)
+        # No alias (such as `detach`): autograd could store it as a parameter's gradient, and its memory is
+        # the receive buffer of the next step.
+        pairs = zip(grads, ctx.dtypes, strict=True)
+        return None, *(_real(grad, dtype) if _is_differentiable(dtype) else None for grad, dtype in pairs)
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a stage takes and gives at its two borders, for micro-batches of some lengths."""
+    """The inputs and outputs of a stage, for micro-batches of these lengths."""
 
     takes: Sequence[TensorSpec]
     gives: Sequence[TensorSpec]
-    axes: Sequence[int | None]  # of what it takes: where the batch is; None for what is never divided
+    axes: Sequence[int | None]  # the batch axis of each input; None for an input that is not divided
     lengths: Mapping[str, int]
     first: bool
     last: bool
 
 
 class WiredStage(nn.Module):
-    """A stage between wires: the first takes plain tensors, the last gives them.
+    """A stage between wires. The first stage takes plain tensors, and the last stage returns them.
 
-    What the stage gives is compared with what the ranks agreed on, so nothing is ever read as what it is not.
-    With `recompute` only the input of a micro-batch is kept, and the stage runs again in its backward pass.
+    The dtypes and shapes of outputs must be those that the ranks agreed on. With `recompute`, only the inputs
+    of a micro-batch are kept, and the stage runs again in its backward pass.
     """
 
     def __init__(self, stage: nn.Module, wiring: Wiring, *, recompute: bool, used: set[int]) -> None:
@@ -139,12 +140,12 @@ class WiredStage(nn.Module):
             (spec, spec.sizes(wiring.lengths)) for spec in wiring.gives
         )
         self.recompute: bool = recompute
-        self.used = used  # gets the numbers of the last stage's outputs that are given a gradient
+        self.used = used  # receives the numbers of the last stage's outputs that have a gradient
 
     def forward(self, *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The next border's wires from this one's."""
+        """The wires after the stage, from those before it."""
         if self.wiring.first:
-            # Inputs have the batch in front; those that every micro-batch gets in full, a dimension more.
+            # Inputs have the batch in front; an input that is not divided has an extra dimension.
             pairs = zip(wires, self.wiring.axes, strict=True)
             values = tuple(w[0] if axis is None else w.movedim(0, axis) for w, axis in pairs)
         else:
@@ -157,13 +158,13 @@ class WiredStage(nn.Module):
                     f" {spec.dtype} of shape {shape}"
                 )
         if self.wiring.last:
-            # Fresh aliases: the runtime detaches the outputs in place, and one of them may be an input.
+            # Aliases: torch's runtime detaches the outputs in place, and an output may be an input.
             return tuple(_Alias.apply(o, i, self.used) for i, o in enumerate(outputs))  # type: ignore[no-untyped-call]
         anchor = torch.zeros((), device=outputs[0].device, requires_grad=torch.is_grad_enabled())
         return tuple(_Exit.apply(anchor, *outputs))  # type: ignore[no-untyped-call]
 
     def empty_outputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Zeros in the form of the outputs, for a step that failed here and must still run to its end."""
+        """Zeros with the form of the outputs, for a step that failed here."""
         zeros = [torch.zeros(shape, dtype=spec.dtype, device=device) for spec, shape in self.gives]
         if self.wiring.last:
             ones = [z.reshape(1) if z.ndim == 0 else z for z in zeros]
@@ -177,14 +178,14 @@ class WiredStage(nn.Module):
         before = [v._version for v in values]
         outputs = checkpoint(self.stage, *values, use_reentrant=False, context_fn=recompute_contexts)
         if [v._version for v in values] != before:
-            raise PipelineError("the stage changes its input in place, so it cannot be computed again")
+            raise PipelineError("the stage changes its input in place, so it cannot be recomputed")
         return tuple(outputs)
 
 
 class _Alias(torch.autograd.Function):
-    """The same tensor under a new node; a number gets a dimension, so that micro-batches can be joined.
+    """An alias of a tensor with a node of its own; a scalar gets a dimension, to be joined with others.
 
-    The backward pass, which comes only where there is a gradient, notes the tensor's number.
+    The backward pass, which runs only if there is a gradient, adds the tensor's number to `used`.
     """
 
     @staticmethod

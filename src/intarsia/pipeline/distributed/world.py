@@ -1,4 +1,4 @@
-"""Who takes part: the ranks of this pipeline, and on a mesh its replicas and those that share its stages."""
+"""The ranks of a pipeline and, with a mesh, its replicas and the ranks that share its stages."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _DATA = ("data", "dp", "replicate")
 _PIPELINE = ("pipeline", "pp", "stage")
 _SHARD = ("shard", "fsdp", "dp_shard")
 _TENSOR = ("tensor", "tp")
-_BUCKET = 25 * 2**20  # bytes that travel together, as in DistributedDataParallel
+_BUCKET = 25 * 2**20  # bytes that are sent together, as in DistributedDataParallel
 
 
 class World:
-    """The groups of one rank: its pipeline, the same stages in other replicas, and everyone.
+    """The process groups of one rank: its pipeline, the same stages in other replicas, and all ranks.
 
-    Where a dimension of the mesh shards stages, replicas share them: each steps over a batch of its own, and
-    `fully_shard` brings parameters and gradients together. Along a tensor dimension ranks compute the same
-    batch, each with its part of the weights; the table holds the replicas with this rank's part. Ranks go by
-    their numbers in torch.distributed, in every message.
+    If a dimension of the mesh shards stages, replicas hold shards of them. Each replica steps over its own
+    batch, and `fully_shard` gathers parameters and reduces gradients. Along a tensor dimension, ranks compute
+    the same batch, each with its part of the weights; `table` has the replicas with this rank's part.
+    Messages name ranks by their numbers in torch.distributed.
     """
 
     pipeline: dist.ProcessGroup | None
     data: dist.ProcessGroup | None  # sums gradients
-    same: dist.ProcessGroup | None  # holds the same stages, or other parts of them
-    replicas_of_rank: dist.ProcessGroup | None  # the same part of the same stages, for other batches
+    same: dist.ProcessGroup | None  # ranks with the same stages, or with other parts of them
+    replicas_of_rank: dist.ProcessGroup | None  # ranks with the same part of the same stages
     everyone: dist.ProcessGroup | None
-    shard: DeviceMesh | None  # over which torch shards stages; with replicas it sums their gradients too
-    tensor: DeviceMesh | None  # over which torch divides the computation of modules
-    rank: int
-    size: int
-    me: int  # among the ranks of torch.distributed
+    shard: DeviceMesh | None  # torch shards stages over it, and sums the gradients of replicas
+    tensor: DeviceMesh | None  # torch divides modules over it
+    rank: int  # in the pipeline
+    size: int  # of the pipeline
+    me: int  # this rank in torch.distributed
 
     def __init__(self, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
         self.me = dist.get_rank()
@@ -76,24 +76,24 @@ class World:
         self.table: list[list[int]] = table.tolist()
         self.replicas: int = len(self.table)
         self.replica: int = next(i for i, row in enumerate(self.table) if self.me in row)
-        # Everyone, in the order of a gather.
+        # All ranks, in the order of a gather.
         self.ranks: list[int] = sorted(ranks.tolist())
         self.heartbeat: Heartbeat = Heartbeat(self.ranks, self.me)
 
     @property
     def mine(self) -> list[int]:
-        """The ranks of this rank's pipeline, by their place in it."""
+        """The ranks of this rank's pipeline, in order."""
         return self.table[self.replica]
 
     def gather(self, mine: Tensor) -> dict[int, Tensor]:
-        """A tensor of every rank of every replica, by rank."""
+        """The tensors of all ranks of all replicas, by rank."""
         gathered = [torch.empty_like(mine) for _ in self.ranks]
         with self.watched("between steps"):
             dist.all_gather(gathered, mine, group=self.everyone)
         return dict(zip(self.ranks, gathered, strict=True))
 
     def gather_objects(self, mine: Any) -> dict[int, Any]:
-        """A value of every rank, by rank."""
+        """The values of all ranks, by rank."""
         gathered: list[Any] = [None] * len(self.ranks)
         with self.watched("between steps"):
             dist.all_gather_object(gathered, mine, group=self.everyone)
@@ -101,7 +101,7 @@ class World:
 
     @contextmanager
     def watched(self, when: str) -> Iterator[None]:
-        """Turn a connection that broke into a `PipelineError` that names the rank at its other end."""
+        """Raise `PipelineError`, with the ranks that died, for a broken connection."""
         try:
             yield
         except RuntimeError as error:
@@ -110,7 +110,7 @@ class World:
             raise PipelineError(f"rank {self.me} lost {self.heartbeat.lost()} {when}: {error}") from error
 
     def begin_equal(self, tensors: Sequence[Tensor]) -> None:
-        """Let all that hold the same stages begin with the first one's parameters and buffers."""
+        """Copy the tensors of the first rank with the same stages to the others."""
         if self.same is not None:
             source = dist.get_global_rank(self.same, 0)
             for tensor in tensors:
@@ -118,39 +118,39 @@ class World:
 
     @contextmanager
     def summing(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """A step: on its way out, the gradients it made are summed over the replicas."""
+        """The context of a step, at whose end the gradients of the step are summed over the replicas."""
         if self.data is None:
             yield
             return
-        learning = [p for p in parameters if p.requires_grad]
-        with gradients_of_step(learning):
+        trainable = [p for p in parameters if p.requires_grad]
+        with gradients_of_step(trainable):
             yield
-            for parameter in learning:  # a parameter that one replica did not use may be used by another
+            for parameter in trainable:  # another replica may use a parameter that this one does not
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            for bucket in _buckets([own_part(p.grad) for p in learning if p.grad is not None]):
+            for bucket in _buckets([own_part(p.grad) for p in trainable if p.grad is not None]):
                 flat = torch.cat([g.reshape(-1) for g in bucket])
                 dist.all_reduce(flat, group=self.data)
                 for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                     grad.copy_(part.view_as(grad))
 
     def agreed_seed(self, seed: int | None) -> int:
-        """The seed of all ranks: the one that was given, or the first rank's of torch."""
+        """The seed of all ranks: `seed`, which must be equal on all, or torch's seed on the first rank."""
         seeds = self.gather_objects((seed, torch.initial_seed()))
         for rank, (other, _) in seeds.items():
             if other != seed:
                 raise PartitionError(f"rank {self.me} has seed={seed}, and rank {rank} seed={other}")
         agreed = seeds[self.ranks[0]][1] if seed is None else seed
-        return agreed % 2**63  # as checkpoints hold it
+        return agreed % 2**63  # checkpoints store it as int64
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
-        """A number summed over the same rank of every replica."""
+        """Sum a number over the replicas of this rank, in place."""
         if self.replicas_of_rank is not None:
             dist.all_reduce(value, group=self.replicas_of_rank)
         return value
 
     def share(self, tensor: Tensor, axis: int = 0) -> Tensor:
-        """This replica's part of a batch that all replicas together step over."""
+        """This replica's part of a batch for all replicas."""
         if tensor.shape[axis] % self.replicas:
             raise InputError(
                 f"a batch of {tensor.shape[axis]} samples does not divide among {self.replicas} replicas"
@@ -166,32 +166,32 @@ def _dimensions(mesh: DeviceMesh) -> tuple[str | None, str | None, str | None, s
     kinds = (_DATA, _SHARD, _TENSOR, _PIPELINE)
     chosen = [next((name for name in names if name in kind), None) for kind in kinds]
     data, shard, tensor, pipeline = chosen
-    known = [name for name in chosen if name is not None]
-    if pipeline is None or len(known) < 2 or len(known) != len(names):
+    recognized = [name for name in chosen if name is not None]
+    if pipeline is None or len(recognized) < 2 or len(recognized) != len(names):
         raise PartitionError(
-            f"the mesh's dimensions are called {names}; one must be of {', '.join(_PIPELINE)}, beside one of"
+            f"the mesh has the dimensions {names}; it needs one of {', '.join(_PIPELINE)}, beside it one of"
             f" {', '.join(_DATA)}, one of {', '.join(_SHARD)} or one of {', '.join(_TENSOR)}, and no others"
         )
     if shard is not None and tensor is not None:
         raise PartitionError(
-            f"the mesh's dimensions {shard!r} and {tensor!r} both divide stages; give one of them"
+            f"the mesh's dimensions {shard!r} and {tensor!r} both divide stages; use one of them"
         )
     return data, shard, tensor, pipeline
 
 
 def _group(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
-    """The ranks that differ from this one in these dimensions alone; None without dimensions."""
+    """The group of ranks that differ from this one only in these dimensions; None without dimensions."""
     if len(names) < 2:
         return mesh.get_group(names[0]) if names else None
     every: Any = mesh.mesh_dim_names
     rest = [i for i, name in enumerate(every) if name not in names]
     rows = mesh.mesh.permute(*rest, *map(every.index, names)).flatten(0, len(rest) - 1).flatten(1).tolist()
-    groups: list[dist.ProcessGroup] = [dist.new_group(row) for row in rows]  # every rank makes every group
+    groups: list[dist.ProcessGroup] = [dist.new_group(row) for row in rows]  # every rank creates every group
     return groups[next(i for i, row in enumerate(rows) if dist.get_rank() in row)]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype, in order, some megabytes at a time."""
+    """Tensors of one dtype and device, in order, in buckets of about `_BUCKET` bytes."""
     by_kind: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,1 +1,1 @@
-"""torchgpipe's interface: a sequential module cut into stages that train and infer as a pipeline."""
+"""The interface of torchgpipe: a sequential module, cut into stages that run as a pipeline."""

@@ -1,9 +1,9 @@
-"""One thread a stage for the backward pass on the CPU, where autograd itself has only one.
+"""One thread per stage for the backward pass on the CPU, where autograd itself has only one.
 
-Autograd walks the graph on the caller's thread, but the nodes of stages only queue their work for their
-stage's thread and return placeholders: tensors of the right shape without memory. The true gradients go
-from stage to stage beside the graph. The barrier, the last node of the walk, waits for the threads and
-returns the gradients of the input.
+Autograd runs the nodes of the graph on the caller's thread. A stage's node only queues its work for the
+stage's thread, and returns placeholders: tensors of the right shape without memory. The real gradients pass
+from stage to stage outside the graph. The barrier, the last node, waits for the threads and returns the
+gradients of the input.
 
     caller   gather ─ (2,1) (2,0) (1,1) (1,0) (0,1) (0,0) ─ barrier ... waits ... ─ input
     stage 1            [  2,1  ][  1,1  ][  0,1  ]
@@ -31,7 +31,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class BackwardThreads:
-    """The backward jobs of one forward pass, done by the threads of the stages."""
+    """The backward jobs of one forward pass, run by the threads of the stages."""
 
     def __init__(self, threads: StageThreads) -> None:
         self.stages: int = threads.count
@@ -44,11 +44,11 @@ class BackwardThreads:
         self._cores = 1
 
     def submit(self, stage: int, job: Callable[[], Any]) -> Future[Any]:
-        """Let a stage's thread do a job, after those it was given before."""
+        """Queue a job for a stage's thread."""
         with self._lock:
             if not self._pending:
                 self._cores = torch.get_num_threads()
-            # Context variables follow the caller: a layer around this pipeline may hold the generators.
+            # The job runs in the caller's context: a layer around this pipeline may hold the generators.
             future = self._threads.submit(stage, contextvars.copy_context().run, self._work, job)
             self._pending.add(future)
         future.add_done_callback(self._ended)
@@ -62,18 +62,18 @@ class BackwardThreads:
         with self._lock:
             self._pending.discard(future)
             if not self._pending:
-                torch.set_num_threads(self._cores)  # torch and MKL keep one number for all, too
+                torch.set_num_threads(self._cores)  # torch and MKL also have one number for all threads
 
     def finish(self) -> dict[int, Gradients]:
-        """Wait for the first stage; the gradients of its input, by micro-batch. Raises what a job raised."""
+        """The gradients of the first stage's input, by micro-batch. Waits, and raises what a job raised."""
         waiting = [(i, future) for (i, stage), future in self.gradients.items() if stage == 0]
         self.gradients.clear()
         self.recomputed.clear()
         try:
             return {i: future.result() for i, future in waiting}
         except BaseException:
-            for future in list(self._pending):  # what has not begun will not
-                future.cancel()
+            for future in list(self._pending):
+                future.cancel()  # has no effect on jobs that run already
             raise
         finally:
             wait(list(self._pending))
@@ -88,7 +88,7 @@ class BackwardTask:
     stage: int
 
     def submit_recompute(self, recompute: Callable[[], None]) -> None:
-        """Let the stage's thread compute again, after the stage after it has: skips go through both."""
+        """Queue the recomputation, after that of the next stage: a skip may connect the two."""
         i, j = self.micro_batch, self.stage
         later = self.threads.recomputed.get((i, j + 1))
 
@@ -100,7 +100,7 @@ class BackwardTask:
         self.threads.recomputed[(i, j)] = self.threads.submit(j, job)
 
     def submit_backward(self, grads: Gradients, backward: Callable[[Gradients], Gradients]) -> None:
-        """Let the stage's thread go backward, once the gradient of its output is there."""
+        """Queue the backward pass, after the gradient of the stage's output."""
         i, j = self.micro_batch, self.stage
         later = self.threads.gradients.pop((i, j + 1), None)
         recomputed = self.threads.recomputed.get((i, j))
@@ -120,24 +120,27 @@ class BackwardTask:
 
 
 def placeholder_gradient(like: Tensor) -> Tensor:
-    """A tensor of a shape, without its memory, that autograd passes on in place of a gradient."""
+    """A tensor with the shape of `like` and the memory of one element, in place of a gradient."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def insert_barrier(threads: BackwardThreads, batches: list[Batch]) -> Tensor:
-    """Put the barrier before the first stage; the phony ties to it a stage whose input needs no gradient."""
+    """Insert the barrier before the first stage, and return a phony that depends on it.
+
+    The phony connects a stage to the barrier if the stage's input needs no gradient.
+    """
     slots = [(i, k) for i, batch in enumerate(batches) for k, x in enumerate(batch) if x.requires_grad]
     phony = get_phony(torch.device("cpu"), requires_grad=True)
     inputs = [batches[i][k] for i, k in slots]
+    tied: Tensor
     tied, *outputs = BackwardBarrier.apply(phony, threads, slots, *inputs)  # type: ignore[no-untyped-call]
     for (i, k), output in zip(slots, outputs, strict=True):
         batches[i][k] = output
-    phony_out: Tensor = tied
-    return phony_out
+    return tied
 
 
 class BackwardBarrier(torch.autograd.Function):
-    """Forward: nothing. Backward: waits for the threads, and exchanges placeholders for gradients."""
+    """Forward: the identity. Backward: waits for the threads, and returns the real gradients."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Batch normalisation whose running statistics are those of the mini-batch, not of its micro-batches."""
+"""Batch normalization whose running statistics are those of the mini-batch, not of its micro-batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Gathers the statistics of every micro-batch and updates the running ones once per mini-batch.
+    """Collects the statistics of all micro-batches, and updates the running ones once per mini-batch.
 
-    Each micro-batch is still normalised by its own statistics. The moments are merged pairwise (Chan,
-    Golub and LeVeque), so nothing cancels where the mean is large against the spread.
+    Each micro-batch is normalized by its own statistics. The moments are merged pairwise (Chan, Golub and
+    LeVeque), which is accurate also if the mean is much larger than the deviation.
 
     >>> norm = DeferredBatchNorm(3, chunks=2)
     >>> _ = norm(torch.rand(4, 3)), norm(torch.rand(4, 3))
@@ -41,7 +41,7 @@ class DeferredBatchNorm(_BatchNorm):
         self.begin(chunks)
 
     def begin(self, chunks: int) -> None:
-        """Start a mini-batch of so many micro-batches; what an unfinished one left is forgotten."""
+        """Start a mini-batch of `chunks` micro-batches; the statistics of an unfinished one are dropped."""
         self.expected = chunks
         self.seen: int = 0
         self.count: int = 0
@@ -51,7 +51,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @property
     def sum(self) -> Tensor:
-        """The sum over what was seen of the current mini-batch."""
+        """The sum over the current mini-batch so far."""
         return torch.zeros_like(self.running_mean) if self.mean is None else self.mean * self.count
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -72,7 +72,7 @@ class DeferredBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _track(self, input: Tensor) -> None:
         dims = [d for d in range(input.dim()) if d != 1]
-        # Half precision would lose the statistics; the running ones have the precision to keep.
+        # Half precision is too coarse for the statistics.
         values = input.detach().to(torch.promote_types(input.dtype, torch.float32))
         variance, mean = torch.var_mean(values, dims, correction=0)
         count = values.numel() // values.size(1)
@@ -90,7 +90,7 @@ class DeferredBatchNorm(_BatchNorm):
             self._commit()
 
     def _commit(self) -> None:
-        """Fold the mini-batch into the running statistics, as an ordinary batch norm would."""
+        """Update the running statistics with the mini-batch, as an ordinary batch norm would."""
         assert self.mean is not None and self.deviation is not None
         self.num_batches_tracked.add_(1)
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -102,7 +102,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
-        """Replace every batch norm that keeps running statistics; parameters and buffers are taken over.
+        """Replace every batch norm that has running statistics, with the same parameters and buffers.
 
         >>> type(DeferredBatchNorm.convert_deferred_batch_norm(nn.BatchNorm2d(3), chunks=4)).__name__
         'DeferredBatchNorm'
@@ -111,7 +111,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def _convert(cls, module: nn.Module, chunks: int, converted: dict[nn.Module, nn.Module]) -> nn.Module:
-        """The module, or what it becomes; one that is used in two places stays one."""
+        """The converted module. A module that is used twice is converted once."""
         if module in converted:
             return converted[module]
         converted[module] = module

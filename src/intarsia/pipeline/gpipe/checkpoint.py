@@ -27,40 +27,40 @@ Function = Callable[[Any], Any]
 
 
 class Replay(Protocol):
-    """What a second run of a function needs to be the same as the first."""
+    """Contexts that make the second run of a function equal to the first."""
 
     def record(self) -> AbstractContextManager[None]:
-        """Entered around the first run."""
+        """The context of the first run."""
 
     def replay(self) -> AbstractContextManager[None]:
-        """Entered around the second."""
+        """The context of the second run."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Entered around the backward pass, where other threads run at the same time."""
+        """The context of a backward pass that other threads run beside."""
 
 
 class ReplayRandom:
-    """The second run draws the random numbers of the first."""
+    """A replay in which the second run draws the random numbers of the first."""
 
     def __init__(self, device: torch.device) -> None:
         self.devices: list[Any] = sorted({torch.device("cpu"), device}, key=str)
         self.states: list[Tensor] = []
 
     def record(self) -> AbstractContextManager[None]:
-        """Note where the generators stand."""
+        """Save the states of the generators."""
         self.states = [default_generator(device).get_state() for device in self.devices]
         return nullcontext()
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Draw from there again."""
+        """Set the generators to the saved states for a while."""
         with borrowed_generators(self.devices) as generators:
             for generator, state in zip(generators, self.states, strict=True):
                 generator.set_state(state)
             yield
 
     def backward(self) -> AbstractContextManager[None]:
-        """Nothing."""
+        """A context without effect."""
         return nullcontext()
 
 
@@ -73,7 +73,7 @@ _phase = _Phase()
 
 
 def is_checkpointing() -> bool:
-    """Whether the module now runs forward under checkpointing: it will run once more, for the gradient.
+    """Whether the module now runs forward under checkpointing: it will run again for the gradient.
 
     >>> is_checkpointing()
     False
@@ -82,7 +82,7 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether the module now runs again for the gradient; a counter, say, must not count this time.
+    """Whether the module now runs again for the gradient. For example, a counter must not count this run.
 
     >>> is_recomputing()
     False
@@ -112,7 +112,7 @@ def enable_recomputing() -> Iterator[None]:
 
 @dataclass
 class _Shared:
-    """What the nodes of one run of a function share."""
+    """The state that the nodes of one run of a function share."""
 
     function: Function
     input: Batch  # the structure of the input, without its tensors
@@ -124,19 +124,19 @@ class _Shared:
     graphs: deque[tuple[Batch, Batch]] = field(default_factory=deque)
 
     def run(self, inputs: tuple[Tensor, ...]) -> tuple[Batch, Batch]:
-        """Run the function with a graph of its own, that begins at its inputs."""
+        """Run the function in a graph of its own that begins at its inputs."""
         batch = self.input.copy()
         batch[:] = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
         return batch, batch.call(self.function)
 
     def run_again(self, inputs: tuple[Tensor, ...]) -> None:
-        """Run the function once more, as it ran the first time."""
+        """Run the function a second time, with the same result."""
         with self.state.enter(), torch.enable_grad(), enable_recomputing(), self.replay.replay():
             self.graphs.append(self.run(inputs))
 
 
 def checkpoint(function: Function, input: Any) -> Any:
-    """Run a function without keeping what its backward needs; that is computed again when it is needed.
+    """Run a function without saving activations; the backward pass computes them again.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> checkpoint(lambda x: x.exp().sum(), x).backward()
@@ -150,9 +150,9 @@ def checkpoint(function: Function, input: Any) -> Any:
 
 
 class Checkpointing:
-    """Makes the nodes of one run: `checkpoint` computes, `recompute` puts the second node on the result.
+    """The nodes of one run: `checkpoint` computes, `recompute` attaches the second node to the result.
 
-    With a `backward_task` the backward pass runs on the stage's thread; `keep` runs without checkpointing.
+    `keep` runs without checkpointing. With a `backward_task`, the backward pass runs on the stage's thread.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Checkpointing:
         structure[:] = tuple(get_phony(x.device, requires_grad=False) for x in batch)
         replay = replay or ReplayRandom(batch[0].device)
         self.shared: _Shared = _Shared(function, structure, replay, ThreadState.capture(), backward_task)
-        # The input may need no gradient while the parameters do, so a phony that needs one comes along.
+        # If only parameters need gradients, the node needs another input with requires_grad: the phony.
         self.phony: Tensor = get_phony(batch[0].device, requires_grad=True) if phony is None else phony
         self.tie: Tensor | None = tie_parameters(parameters, batch[0].device)
 
@@ -178,7 +178,7 @@ class Checkpointing:
         return self._apply(Checkpoint)
 
     def keep(self) -> Batch:
-        """Run the function and keep its graph, for the stage's backward thread."""
+        """Run the function and save its graph, for the stage's backward thread."""
         return self._apply(Keep)
 
     def _apply(self, node: type[torch.autograd.Function]) -> Batch:
@@ -190,12 +190,12 @@ class Checkpointing:
         return output
 
     def recompute(self, batch: Batch) -> None:
-        """Let the function run again before the gradient of this batch goes on."""
+        """Make the function run again before the gradient of this batch is used."""
         position = batch.carrier
         if position is None:
             return
         batch[position], phony = fork(batch[position])
-        if not phony.requires_grad:  # nothing in this batch has a gradient, so there will be no backward pass
+        if not phony.requires_grad:  # there will be no backward pass
             return
         phony = Recompute.apply(phony, self.shared, *self.batch)  # type: ignore[no-untyped-call]
         batch[position] = join(batch[position], phony)
@@ -204,35 +204,37 @@ class Checkpointing:
 def _differentiate(
     graph: tuple[Batch, Batch], grads: Gradients, *, accumulate: bool, retain: bool = False
 ) -> Gradients:
-    """Send gradients through a graph; the input's are returned, those of parameters accumulated if asked."""
+    """The gradients of the inputs of a graph. With `accumulate`, those of parameters are accumulated too."""
     inputs, output = graph
     pairs = [(y, g) for y, g in zip(output, grads, strict=True) if y.requires_grad and g is not None]
     if not pairs:
         return tuple(None for _ in inputs)
     outputs, gradients = zip(*pairs, strict=True)
-    wanted = [x for x in inputs if x.requires_grad]
+    sources = [x for x in inputs if x.requires_grad]
     with torch.enable_grad():
         if not accumulate:
-            asked = {"retain_graph": retain, "allow_unused": True}
-            results = iter(torch.autograd.grad(outputs, wanted, gradients, **asked) if wanted else ())
+            options = {"retain_graph": retain, "allow_unused": True}
+            results = iter(torch.autograd.grad(outputs, sources, gradients, **options) if sources else ())
             return tuple(next(results) if x.requires_grad else None for x in inputs)
         torch.autograd.backward(outputs, gradients, retain_graph=retain)
     accumulated = tuple(x.grad for x in inputs)
     for x in inputs:
-        x.grad = None  # a retained graph may be walked again
+        x.grad = None  # a retained graph may run again
     return accumulated
 
 
 def _refuse_second_order() -> None:
     if torch.is_grad_enabled():
-        raise RuntimeError("gradients of gradients need checkpoint='never'; a checkpoint has no second order")
+        raise RuntimeError(
+            "gradients of gradients need checkpoint='never': a checkpoint has first order only"
+        )
 
 
 class TieParameters(torch.autograd.Function):
-    """An edge from a stage's node to its parameters, so that a pass that asks for them finds the stage.
+    """An edge of the graph from a stage's node to its parameters.
 
-    The stage gives them their gradients itself, in a backward pass of its own; that is right for a plain
-    `backward()` alone, so a pass that asks for some of them is refused.
+    A stage accumulates the gradients of its parameters in a backward pass of its own, which is right only
+    for a plain `backward()`. Through this edge, a pass for some parameters reaches the stage and is refused.
     """
 
     @staticmethod
@@ -252,7 +254,7 @@ class TieParameters(torch.autograd.Function):
 
 
 def tie_parameters(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A phony that leads to the parameters."""
+    """A phony that depends on the parameters."""
     trained = [p for p in parameters if p.requires_grad]
     tied: Tensor = TieParameters.apply(get_phony(device, requires_grad=False), *trained)  # type: ignore[no-untyped-call]
     return tied
@@ -260,15 +262,15 @@ def tie_parameters(parameters: Iterable[Tensor], device: torch.device) -> Tensor
 
 def accumulates_everywhere() -> bool:
     """Whether the backward pass that runs now is a plain `backward()`, not `grad()` and without `inputs`."""
-    # only a private function of torch knows; a release without this would accumulate where it should not.
-    ask = getattr(torch.autograd, "_is_checkpoint_valid", None)
-    return True if ask is None else bool(ask())
+    # torch has only a private function for this. Without it, `grad()` would also accumulate.
+    is_plain = getattr(torch.autograd, "_is_checkpoint_valid", None)
+    return True if is_plain is None else bool(is_plain())
 
 
 def refuse_parameter_hooks(parameters: Iterable[Tensor]) -> None:
-    """Refuse hooks that would see the gradient of each micro-batch instead of the mini-batch's."""
+    """Raise for hooks that would get the gradient of each micro-batch instead of the mini-batch's."""
     for parameter in parameters:
-        # torch has no public way to ask.
+        # torch has no public function for this.
         hooks = (getattr(parameter, n, None) for n in ("_backward_hooks", "_post_accumulate_grad_hooks"))
         if any(hooks):
             raise RuntimeError(
@@ -288,7 +290,7 @@ class Checkpoint(torch.autograd.Function):
         with torch.no_grad(), enable_checkpointing(), shared.replay.record():
             output = Batch(shared.function(shared.input.rebuild(inputs)))
         shared.output = output
-        # The same tensor twice, or an input handed on, would confuse autograd's bookkeeping.
+        # autograd.Function must not return the same tensor twice, nor an input.
         return tuple(x.detach() for x in output)
 
     @staticmethod
@@ -298,11 +300,11 @@ class Checkpoint(torch.autograd.Function):
         saved = ctx.saved_tensors
         accumulate = accumulates_everywhere()
 
-        def backward(arrived: Gradients) -> Gradients:
-            if not shared.graphs:  # the loss left out the output that Recompute hangs on
+        def backward(grads: Gradients) -> Gradients:
+            if not shared.graphs:  # the loss does not use the output that Recompute is attached to
                 shared.run_again(saved)
             with nullcontext() if shared.backward_task is None else shared.replay.backward():
-                return _differentiate(shared.graphs.pop(), arrived, accumulate=accumulate)
+                return _differentiate(shared.graphs.pop(), grads, accumulate=accumulate)
 
         if shared.backward_task is None:
             return None, None, None, *backward(grads)
@@ -311,7 +313,7 @@ class Checkpoint(torch.autograd.Function):
 
 
 class Recompute(torch.autograd.Function):
-    """Forward nothing; backward runs the checkpointed function again, with a graph."""
+    """Forward: an empty tensor. Backward: runs the checkpointed function again, with a graph."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, shared: _Shared, *inputs: Tensor) -> Tensor:
@@ -332,7 +334,7 @@ class Recompute(torch.autograd.Function):
 
 
 class Keep(torch.autograd.Function):
-    """Forward with a graph of its own, kept; backward through it, on the stage's thread."""
+    """Forward in a graph of its own, which is saved; backward through this graph, on the stage's thread."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, tie: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -351,20 +353,20 @@ class Keep(torch.autograd.Function):
         shared: _Shared = ctx.shared
         saved = ctx.saved_tensors
         assert shared.backward_task is not None
-        retain = graph_is_kept()
+        retain = retains_graph()
         graph = shared.graphs[0] if retain else shared.graphs.pop()
         accumulate = accumulates_everywhere()
 
-        def backward(arrived: Gradients) -> Gradients:
+        def backward(grads: Gradients) -> Gradients:
             with shared.replay.backward():
-                return _differentiate(graph, arrived, accumulate=accumulate, retain=retain)
+                return _differentiate(graph, grads, accumulate=accumulate, retain=retain)
 
         shared.backward_task.submit_backward(grads, backward)
         return None, None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
 
 
-def graph_is_kept() -> bool:
-    """Whether the running backward pass retains the graph."""
-    # only a private function of torch knows; a release without this would keep graphs until they are dropped.
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())
+def retains_graph() -> bool:
+    """Whether the backward pass that runs now retains the graph."""
+    # torch has only a private function for this. Without it, graphs stay until their outputs are deleted.
+    retains = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if retains is None else bool(retains())

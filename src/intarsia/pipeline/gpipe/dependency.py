@@ -1,4 +1,4 @@
-"""Explicit order in the backward pass: what is joined runs its backward before what was forked.
+"""Explicit order in the backward pass: a joined tensor runs its backward before the forked one.
 
     fork             join
 x ───┬─── x'     y ───┬─── y'       backward reaches y' first, then (through the phony) x'
@@ -16,21 +16,21 @@ _phonies: dict[tuple[torch.device, bool], Tensor] = {}
 
 
 def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
-    """The phony of a device: a tensor without elements, made once, used to order the backward pass.
+    """The phony of a device: a tensor without elements, created once, that orders the backward pass.
 
     >>> get_phony(torch.device("cpu"), requires_grad=False).shape
     torch.Size([0])
     """
     key = (device, requires_grad)
     if key not in _phonies:
-        # An inference tensor could never enter an autograd graph, and this one outlives the caller's mode.
+        # The phony is used outside the caller's mode too, and an inference tensor cannot be in a graph.
         with torch.inference_mode(False):
             _phonies[key] = torch.empty(0, device=device, requires_grad=requires_grad)
     return _phonies[key]
 
 
 def fork(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Branch a phony off a tensor; without gradients there is no order to keep and nothing happens."""
+    """The tensor, and a phony that branches off it. Without gradients, the tensor stays as it is."""
     if torch.is_grad_enabled() and input.requires_grad:
         forked, phony = Fork.apply(input)  # type: ignore[no-untyped-call]
         return forked, phony
@@ -38,7 +38,7 @@ def fork(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(input: Tensor, phony: Tensor) -> Tensor:
-    """Merge a phony into a tensor, so that the tensor's backward comes before the phony's."""
+    """The tensor with a phony merged into it: the tensor's backward runs before the phony's."""
     if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
         joined: Tensor = Join.apply(input, phony)  # type: ignore[no-untyped-call]
         return joined
@@ -50,7 +50,7 @@ class Fork(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
-        # Reached by the phony alone, it must not turn "no gradient" into zeros.
+        # If only the phony gets a gradient, the tensor has none; it must not become zeros.
         ctx.set_materialize_grads(False)
         phony = get_phony(input.device, requires_grad=False)
         return input.detach(), phony.detach()

@@ -1,8 +1,8 @@
-"""The side effects of a stage, observed on its first micro-batch so that the others cost nothing extra.
+"""The side effects of a stage, observed on its first micro-batch.
 
-A stage may change its input in place, change its buffers, or draw random numbers in its backward pass (where
-a layer uses `torch.utils.checkpoint`). Each must be undone or isolated when the stage runs again for the
-gradient or beside other stages; stages without an effect do not pay for it.
+A stage may change its input in place, change its buffers, or draw random numbers in its backward pass (if a
+layer uses `torch.utils.checkpoint`). Each effect must be undone or isolated when the stage runs again for the
+gradient, or beside other stages. For stages without an effect, this costs nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StageEffects:
     buffers: list[Owner] = field(default_factory=list)
 
     def known_for(self, stage: nn.Module) -> bool:
-        """Whether they were observed in the mode the stage is in now."""
+        """Whether the effects were observed in the stage's present mode."""
         return self.observed_mode == _mode(stage)
 
     def reset(self) -> None:
@@ -37,7 +37,7 @@ class StageEffects:
         self.observed_mode = self.backward_draws = None
 
     def observe(self, stage: nn.Module, mutates_input: bool, buffers: list[Owner]) -> None:
-        """Remember what the stage did."""
+        """Store the effects of the stage."""
         self.observed_mode, self.backward_draws = _mode(stage), None
         self.mutates_input = mutates_input
         self.buffers = buffers
@@ -48,7 +48,7 @@ def _mode(stage: nn.Module) -> tuple[bool, ...]:
 
 
 def owned_buffers(stage: nn.Module) -> list[Owner]:
-    """Every buffer of a stage, as the module that holds it and its name there."""
+    """Every buffer of a stage, as (module, name in the module)."""
     owners: dict[int, Owner] = {}
     for module in stage.modules():
         for name, buffer in module._buffers.items():
@@ -59,7 +59,7 @@ def owned_buffers(stage: nn.Module) -> list[Owner]:
 
 @dataclass(frozen=True)
 class BufferSnapshot:
-    """The values some buffers had."""
+    """Copies of the values of buffers."""
 
     owners: list[Owner]
     values: list[Tensor]
@@ -67,13 +67,13 @@ class BufferSnapshot:
     @staticmethod
     @torch.no_grad()
     def take(owners: list[Owner]) -> BufferSnapshot:
-        """Copy the values now."""
+        """The present values."""
         return BufferSnapshot(owners, [_buffer(owner).clone() for owner in owners])
 
     def changed(self) -> BufferSnapshot:
-        """The part held by modules of which some buffer has another value now; a NaN equals itself here.
+        """The buffers of modules in which a buffer has changed; NaN equals NaN.
 
-        Whole modules, since a running mean may stay what it was by chance and move the next time.
+        All buffers of such a module count: a running mean may stay equal by chance and change the next time.
         """
         pairs = list(zip(self.owners, self.values, strict=True))
         touched = {id(owner[0]) for owner, value in pairs if not _same(_buffer(owner), value)}
@@ -82,8 +82,8 @@ class BufferSnapshot:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Let the modules see these values for a while, and change them without any effect."""
-        # The tensor objects are exchanged, not their contents: autograd may have saved the present ones.
+        """Give the modules copies of these values for a while."""
+        # The tensors are exchanged, not their contents: autograd may have saved the present tensors.
         present = [_buffer(owner) for owner in self.owners]
         for (module, name), value in zip(self.owners, self.values, strict=True):
             module._buffers[name] = value.clone()
@@ -102,19 +102,19 @@ def _buffer(owner: Owner) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    if a.is_meta:  # it has no value
+    if a.is_meta:  # a meta tensor has no values
         return True
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def versions(batch: Batch) -> list[int]:
-    """How often each tensor was changed in place; inference tensors do not count."""
+    """The version counter of each tensor, which in-place changes increase; -1 for inference tensors."""
     return [-1 if tensor.is_inference() else tensor._version for tensor in batch]
 
 
 @contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
-    """Put back the buffers, also those that the model rebinds, and the random state.
+    """Restore the buffers (also those that the model rebinds) and the random state at the end.
 
     Not every attribute, as `capture.protect.undisturbed` does: a stage may be sharded, and FSDP exchanges its
     parameters in a forward pass. Nor are tensors exchanged as by `replayed`: others may hold the same ones.

@@ -1,4 +1,4 @@
-"""torch's default generators: one thread at a time may seed them, and puts them back."""
+"""torch's default generators: one thread at a time may seed them, and restores them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Locks:
-    """A lock for each device's generator, of which a process has one for all its threads.
+    """A lock for each device's generator, which all threads of a process share.
 
-    Whoever holds some lends what it calls locks of its own for them: a layer may contain a pipeline, whose
-    threads would wait for the layer, which waits for them.
+    Code that holds a lock gets new locks for the code that it calls. Otherwise, a layer that contains a
+    pipeline would deadlock: the pipeline's threads would wait for the layer, and the layer for the threads.
     """
 
     own: dict[torch.device, threading.Lock] = field(default_factory=dict)
@@ -36,7 +36,7 @@ _locks: ContextVar[_Locks] = ContextVar("generator locks", default=_Locks())  # 
 
 @contextmanager
 def borrowed_generators(devices: Collection[torch.device]) -> Iterator[list[torch.Generator]]:
-    """The default generators of devices, which nobody else uses meanwhile; put back afterwards."""
+    """The default generators of devices, for one thread alone; their states are restored at the end."""
     locks = _locks.get()
     ordered = sorted(devices, key=str)
     with ExitStack() as stack:
@@ -55,7 +55,7 @@ def borrowed_generators(devices: Collection[torch.device]) -> Iterator[list[torc
 
 @contextmanager
 def seeded(seed: int, devices: Collection[torch.device]) -> Iterator[None]:
-    """Borrow the generators of devices, freshly seeded."""
+    """Borrow the generators of devices, and seed them."""
     with borrowed_generators(devices) as generators:
         for generator in generators:
             generator.manual_seed(seed)
@@ -63,44 +63,45 @@ def seeded(seed: int, devices: Collection[torch.device]) -> Iterator[None]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """torch's generator of a device."""
+    """torch's default generator of a device."""
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index  # makes the generators
+        # `current_device` initializes CUDA, which creates the generators.
+        index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
 
 
-_moves = 0  # of the CPU's generator by pipelines
+_changes = 0  # how often pipelines have changed the state of the CPU's generator
 
 
 @contextmanager
-def moving_generator() -> Iterator[None]:
-    """Around a move of the CPU's generator."""
-    global _moves
+def changing_generator() -> Iterator[None]:
+    """The context of a pipeline's change to the CPU's generator."""
+    global _changes
     with _locks.get().of(CPU):
-        _moves += 1
+        _changes += 1
         yield
 
 
 @dataclass(frozen=True)
-class GeneratorMark:
-    """Where the CPU's generator stood, and how often pipelines had moved it."""
+class GeneratorSnapshot:
+    """The state of the CPU's generator, and the number of changes by pipelines."""
 
     state: Tensor
-    moves: int
+    changes: int
 
     @staticmethod
-    def take() -> GeneratorMark:
-        """The present."""
+    def take() -> GeneratorSnapshot:
+        """The present state."""
         with _locks.get().of(CPU):
-            return GeneratorMark(torch.get_rng_state(), _moves)
+            return GeneratorSnapshot(torch.get_rng_state(), _changes)
 
     def others_drew(self) -> bool:
-        """Whether somebody drew numbers without a key; unknown where another pipeline began or ended."""
-        now = GeneratorMark.take()
-        return now.moves == self.moves and not torch.equal(now.state, self.state)
+        """Whether other code drew from the generator. False if another pipeline changed it: then unknown."""
+        now = GeneratorSnapshot.take()
+        return now.changes == self.changes and not torch.equal(now.state, self.state)
 
 
-def holding() -> object:
-    """The identity of one hold of the generators; None without one."""
+def generator_locks() -> object:
+    """The identity of the locks in use: it differs inside `borrowed_generators`."""
     return _locks.get()

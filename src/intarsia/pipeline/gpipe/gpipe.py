@@ -1,4 +1,4 @@
-"""GPipe: a sequential module, cut into stages, that trains and infers as a pipeline."""
+"""GPipe: a sequential module, cut into stages, that runs as a pipeline."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
 from intarsia.pipeline.gpipe.keyed_random import call_layer
 from intarsia.pipeline.gpipe.pipeline import Pipeline, StageResources
 from intarsia.pipeline.gpipe.skip.skippable import verify_skippables
+from intarsia.pipeline.gpipe.stream import indexed
 
 _STAGED = re.compile(r"partitions\.\d+\.(.+)")
 
@@ -29,7 +30,7 @@ def plain_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename, before it is loaded, a state dict of the plain module or of another balance."""
+    """A pre-hook of `load_state_dict` that renames keys of the plain module, or of another balance."""
     partitions = module.get_submodule("partitions")
     stages = {
         layer: j for j, stage in enumerate(partitions.children()) for layer, _ in stage.named_children()
@@ -57,15 +58,15 @@ class BalanceError(ValueError):
 
 
 def verify_module(module: nn.Module) -> None:
-    """Refuse what cannot be cut: anything but an `nn.Sequential` of distinct children."""
+    """Raise unless the module is an `nn.Sequential` of distinct children."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"only an nn.Sequential can be cut into stages, got {type(module).__name__}")
     if len(list(module.named_children())) != len(module):
-        raise ValueError("the module holds a child more than once; duplicate children cannot be cut apart")
+        raise ValueError("the module has a child more than once; duplicate children cannot be split")
 
 
 def verify_splitting(partitions: Iterable[nn.Module], devices: list[torch.device]) -> None:
-    """Refuse a parameter that would have to be on two devices, and devices nothing is copied between."""
+    """Raise for a parameter that two devices would share, and for devices without copies between them."""
     homes: dict[int, torch.device] = {}
     for partition, device in zip(partitions, devices, strict=True):
         for parameter in partition.parameters():
@@ -75,13 +76,13 @@ def verify_splitting(partitions: Iterable[nn.Module], devices: list[torch.device
                     f"({homes[id(parameter)]} and {device}); duplicate parameters must stay on one device"
                 )
     if len(set(devices)) > 1 and not {device.type for device in devices} <= {"cpu", "cuda"}:
-        raise ValueError(f"copies between stages are made among the CPU and CUDA devices, got {devices}")
+        raise ValueError(f"stages can be on the CPU and on CUDA devices, got {devices}")
 
 
 def split_module(
     module: nn.Sequential, balance: Iterable[int], devices: list[torch.device]
 ) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
-    """Cut a module into stages of so many layers each, every stage on its device.
+    """Cut a module into stages with `balance` layers each, and move every stage to its device.
 
     >>> layers = nn.Sequential(nn.Identity(), nn.ReLU(), nn.Tanh())
     >>> partitions, _, _ = split_module(layers, [2, 1], [torch.device("cpu")] * 2)
@@ -108,10 +109,10 @@ def split_module(
 
 
 class Layers(nn.Sequential):
-    """The layers of a stage. Each is a place by its name: its random numbers begin with its own key."""
+    """The layers of a stage. The name of a layer is the place by which its random numbers are keyed."""
 
     def forward(self, input: Any) -> Any:
-        """The answer of the last layer."""
+        """The output of the last layer."""
         for name, layer in self.named_children():
             input = call_layer(layer, name, input)
         return input
@@ -194,7 +195,7 @@ class GPipe(nn.Module):
         self.register_load_state_dict_pre_hook(fit_state_dict)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return sum(self.balance)
 
     def __getitem__(self, index: int) -> nn.Module:
@@ -211,23 +212,23 @@ class GPipe(nn.Module):
             yield from partition.children()
 
     def layers(self, module: nn.Sequential) -> dict[str, nn.Module]:
-        """The layers of a module like the wrapped one, by name; see `keyed_random`."""
+        """The layers of `module`, a module like the wrapped one, by name. See `keyed_random`."""
         return {
             name: getattr(module, name) for stage in self.partitions for name, _ in stage.named_children()
         }
 
-    # The pipeline places its stages; moving them as one would undo it.
+    # The pipeline has put its stages on their devices.
 
     def cuda(self, device: Device | None = None) -> NoReturn:
-        """Denied."""
+        """Raise: stages cannot be moved."""
         raise _moving_denied()
 
     def cpu(self) -> NoReturn:
-        """Denied."""
+        """Raise: stages cannot be moved."""
         raise _moving_denied()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Cast; moving to a device is denied."""
+        """Cast the parameters. Raises for a device: stages cannot be moved."""
         moves = isinstance(args[0], Device | Tensor) if args else False
         if moves or kwargs.get("device") is not None or kwargs.get("tensor") is not None:
             raise _moving_denied()
@@ -269,15 +270,12 @@ class GPipe(nn.Module):
 
 
 def _device(device: Device) -> torch.device:
-    chosen = torch.device(device)
-    # "cuda" and "cuda:0" are one device and must compare equal.
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    chosen = indexed(torch.device(device))
     return torch.device("cpu") if chosen.type == "cpu" else chosen
 
 
 def _moving_denied() -> TypeError:
-    return TypeError("the pipeline manages where its stages live; parameters and buffers cannot be moved")
+    return TypeError("the pipeline manages where its stages are; parameters and buffers cannot be moved")
 
 
 def _with_advice(message: str) -> str:
@@ -289,7 +287,7 @@ A balance can be found by profiling the module:
     from intarsia.pipeline.balance import balance_by_time
 
     partitions = torch.cuda.device_count()
-    sample = torch.empty(...)  # a mini-batch such as the model will get
+    sample = torch.empty(...)  # an example of a mini-batch
     balance = balance_by_time(partitions, module, sample)
     model = GPipe(module, balance, ...)
 """

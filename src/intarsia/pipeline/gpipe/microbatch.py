@@ -1,4 +1,4 @@
-"""Micro-batches: a mini-batch is scattered into them, and gathered again from them."""
+"""Micro-batches: `scatter` cuts a mini-batch into them, and `gather` joins them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 Tensors: TypeAlias = tuple[Tensor, ...]
 TensorOrTensors: TypeAlias = Tensor | Tensors
 
-# What may stand beside tensors in a mini-batch; every micro-batch gets the same value.
+# The types beside tensors in a mini-batch; every micro-batch gets the same value.
 CONSTANTS = (type(None), bool, int, float, complex)
 
 
 class Batch:
     """One micro-batch: a tensor (it is then *atomic*) or a tree of tensors and constants.
 
-    As a sequence it holds its tensors alone, in the order of the tree, and they can be replaced.
+    As a sequence, it consists of its tensors, in the order of the tree. They can be replaced.
 
     >>> batch = Batch((torch.zeros(2), torch.ones(2)))
     >>> batch.atomic, len(batch), batch[1].tolist()
@@ -33,7 +33,7 @@ class Batch:
             return
         leaves, self._spec = pytree.tree_flatten(value)
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        # Constants by position; None in a tensor's place cannot be mistaken, since only the others are kept.
+        # Constants by position. The other positions are tensors, so a constant may also be None.
         self._constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         self._tuple = type(value) is tuple and all(isinstance(x, Tensor) for x in value)
 
@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def value(self) -> Any:
-        """The tensor or the tree, with the tensors as they stand now."""
+        """The tensor or the tree, with the present tensors."""
         if self.atomic:
             return self._tensors[0]
         if self._tuple:
@@ -62,8 +62,6 @@ class Batch:
         count = len(self._tensors) + len(self._constants)
         leaves = [self._constants[i] if i in self._constants else next(tensors) for i in range(count)]
         return pytree.tree_unflatten(leaves, self._spec)
-
-    tensor_or_tensors = value
 
     def rebuild(self, tensors: Tensors) -> Any:
         """The value this batch would have with other tensors."""
@@ -78,12 +76,12 @@ class Batch:
         return twin
 
     def call(self, function: Callable[[Any], Any]) -> Batch:
-        """The batch a function makes of this one."""
+        """The batch that a function returns for this one."""
         return Batch(function(self.value))
 
     @property
     def carrier(self) -> int | None:
-        """The position of the first tensor that can carry gradients, hence an order of the backward pass."""
+        """The position of the first tensor that can have a gradient, and so order the backward pass."""
         for position, tensor in enumerate(self._tensors):
             if tensor.is_floating_point() or tensor.is_complex():
                 return position
@@ -117,17 +115,8 @@ class Batch:
         self._tensors = tensors
 
 
-def check(input: Any) -> None:
-    """Refuse what is neither a tensor nor a tuple of tensors, by TypeError."""
-    if isinstance(input, tuple):
-        for x in input:
-            check(x)
-    elif not isinstance(input, Tensor):
-        raise TypeError(f"expected a tensor, got {type(input).__name__}")
-
-
 def check_tree(input: Any, role: str) -> None:
-    """Refuse a tree that holds no tensor, or a leaf that is neither a tensor nor a constant, by TypeError."""
+    """Raise TypeError for a tree without tensors, or with a leaf that is neither a tensor nor a constant."""
     leaves = pytree.tree_leaves(input)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *CONSTANTS)):
@@ -137,7 +126,7 @@ def check_tree(input: Any, role: str) -> None:
 
 
 def check_sizes(input: Any) -> None:
-    """Refuse tensors of unequal batch size, by ValueError; a tensor without dimensions has none."""
+    """Raise ValueError for tensors of unequal batch size; a tensor without dimensions has none."""
     sizes = [x.size(0) for x in pytree.tree_leaves(input) if isinstance(x, Tensor) and x.dim() > 0]
     if len(set(sizes)) > 1:
         raise ValueError(f"the tensors of one mini-batch must share their batch size, got {sizes}")
@@ -146,8 +135,8 @@ def check_sizes(input: Any) -> None:
 def scatter(input: Any, chunks: int, sizes: Sequence[int] | None = None) -> list[Batch]:
     """Cut a mini-batch into at most `chunks` micro-batches along the first dimension of every tensor.
 
-    The last micro-batch may be smaller, and there may be fewer than asked for; `sizes` gives the samples of
-    each instead. Constants and tensors without dimensions go to every micro-batch as they are.
+    The last micro-batch may be smaller, and there may be fewer than `chunks`. `sizes` gives the samples of
+    each micro-batch instead. Every micro-batch gets constants and tensors without dimensions as they are.
 
     >>> [len(batch.tensor) for batch in scatter(torch.zeros(5), chunks=3)]
     [2, 2, 1]
@@ -181,7 +170,7 @@ def scatter(input: Any, chunks: int, sizes: Sequence[int] | None = None) -> list
 
 
 def gather(outputs: list[Batch]) -> Any:
-    """Put micro-batches together again: tensors are concatenated, constants must agree.
+    """Join micro-batches: tensors are concatenated, constants must be equal.
 
     >>> gather([Batch(torch.zeros(2)), Batch(torch.ones(1))]).tolist()
     [0.0, 0.0, 1.0]
@@ -214,6 +203,6 @@ def _concatenate(tensors: list[Tensor]) -> Tensor:
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(
             f"an output without dimensions cannot be gathered from {len(tensors)} micro-batches; "
-            "compute it (a loss, say) from the gathered output, or return one element per sample"
+            "compute it (for example, a loss) from the gathered output, or return one element per sample"
         )
     return torch.cat(tensors)

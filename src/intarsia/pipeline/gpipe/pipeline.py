@@ -1,8 +1,4 @@
-"""The pipeline: stages work on different micro-batches at the same time.
-
-A stage runs ahead of the next where its outputs are kept anyway. Elsewhere, and at the last micro-batch, it
-is at most one ahead: outputs would pile up, and deferred batch norm counted a mini-batch that had failed.
-"""
+"""The pipeline: stages work on different micro-batches at the same time."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from intarsia.pipeline.gpipe.backward_threads import BackwardTask, BackwardThrea
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing, refuse_parameter_hooks
 from intarsia.pipeline.gpipe.dependency import fork, join
 from intarsia.pipeline.gpipe.effects import StageEffects
-from intarsia.pipeline.gpipe.generators import GeneratorMark
+from intarsia.pipeline.gpipe.generators import GeneratorSnapshot
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, forget_layers, key_of_run
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.skip.portal import SkipTrackerThroughPortals
@@ -62,9 +58,9 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 
 
 class Progress:
-    """How far each stage is, and what may run next.
+    """The progress of each stage, and the tasks that may run next.
 
-    `keeps` says for each stage but the last whether its outputs stay in memory for the backward pass anyway.
+    `keeps` tells for each stage but the last whether the backward pass keeps its outputs in memory anyway.
     """
 
     def __init__(self, m: int, keeps: list[bool]) -> None:
@@ -76,8 +72,8 @@ class Progress:
         self.failures: list[TaskResult] = []
         self.stop = False
 
-    def note(self, result: TaskResult) -> bool:
-        """Count a task that ended; whether its output is still wanted."""
+    def record(self, result: TaskResult) -> bool:
+        """Count a task that has ended, and return whether its output is still needed."""
         self.done[result.task.stage] += 1
         if isinstance(result.result, BaseException):
             self.failures.append(result)
@@ -94,11 +90,11 @@ class Progress:
             yield i, j
 
     def _too_far_ahead(self, i: int, j: int) -> bool:
-        """Whether stage j has to wait until the next stage is one micro-batch behind.
+        """Whether stage j must wait until the next stage is one micro-batch behind.
 
-        Else outputs pile up. Where they are kept anyway it may run on, so that a stage held up once does not
-        hold up the others; but not to the end, for the last micro-batch counts a mini-batch (deferred batch
-        norm) which a later stage may still fail on.
+        This limits the outputs in memory. If the backward pass keeps them anyway, the stage may run ahead, so
+        that a delay in one stage does not delay the others. The last micro-batch always waits: it updates
+        deferred batch norms, and a later stage may still fail on an earlier micro-batch.
         """
         if j == self.n - 1 or i < 2 or (self.keeps[j] and i < self.m - 1):
             return False
@@ -106,17 +102,17 @@ class Progress:
 
     @property
     def over(self) -> bool:
-        """Whether everything is done or, after a failure, what was under way has ended."""
+        """Whether all tasks are done or, after a failure, all submitted tasks have ended."""
         return self.done[-1] == self.m or bool(self.failures and self.submitted == self.done)
 
     @property
     def first_failure(self) -> TaskResult:
-        """The failure that would have come first, had the stages kept step."""
+        """The failure that comes first in the order of clock cycles."""
         return min(self.failures, key=lambda f: (f.task.micro_batch + f.task.stage, f.task.stage))
 
 
 class StageResources:
-    """What stages keep between mini-batches: devices, threads, streams, and the effects that were seen."""
+    """The state of stages between mini-batches: devices, threads, streams, and observed effects."""
 
     def __init__(
         self, partitions: Iterable[nn.Sequential], devices: Sequence[torch.device] | None = None
@@ -135,13 +131,13 @@ class StageResources:
         return self._copy_streams
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams belong to this process, and effects name the modules of this copy.
+        # Streams belong to this process, and effects refer to the modules of this copy.
         fresh = [StageEffects() for _ in self.effects]
         return dict(self.__dict__, _copy_streams=[[] for _ in self.devices], effects=fresh)
 
 
 class Pipeline:
-    """Runs micro-batches through stages; afterwards `batches` holds the outputs.
+    """Runs micro-batches through stages. After `run`, `batches` has the outputs.
 
     >>> batches = [Batch(torch.zeros(1)), Batch(torch.ones(1))]
     >>> stages = [nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())]
@@ -170,7 +166,7 @@ class Pipeline:
         )
 
     def run(self) -> None:
-        """Run; an exception of any stage is raised here, with the stage and the micro-batch noted."""
+        """Run all stages. An exception of a stage is raised here, with a note on stage and micro-batch."""
         m, n = len(self.batches), len(self.partitions)
         self._state = ThreadState.capture()
         self._parameters = [list(stage.parameters()) for stage in self.partitions]
@@ -184,32 +180,32 @@ class Pipeline:
         self._barrier: Tensor | None = None
         self._phonies: dict[int, Tensor] = {}
         with key_of_run() as self._key:
-            mark = GeneratorMark.take()
-            if m == 1 or n == 1:  # nothing can run at the same time
+            snapshot = GeneratorSnapshot.take()
+            if m == 1 or n == 1:  # no two tasks can run at the same time
                 self._run_alone()
             else:
                 self._run_workers()
-            if mark.others_drew():
+            if snapshot.others_drew():
                 self._forget_effects()
 
     def _concurrent(self) -> bool:
-        """Whether stages go backward on threads of their own."""
+        """Whether the backward passes of stages run on threads of their own."""
         several = len(self.batches) > 1 and len(self.partitions) > 1
         possible = several and self._state.grad and all(d.type == "cpu" for d in self.devices)
         return self.concurrent_backward and possible
 
     def _run_alone(self) -> None:
-        """Everything on the calling thread, tick by tick."""
+        """Run all tasks on the calling thread, tick by tick."""
         m, n = len(self.batches), len(self.partitions)
         for schedule in clock_cycles(m, n):
             for i, j in schedule:
                 self._finish(run_task(self._task(i, j)))
 
     def _run_workers(self) -> None:
-        """One thread a stage; tasks are handed out as they become possible."""
+        """Run each stage on a thread of its own; a task starts as soon as its inputs exist."""
         pack = self._state.saved_tensor_hooks[0] if self._state.saved_tensor_hooks is not None else None
         if getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
-            # It identifies saved tensors by their order, which threads change (torch 2.13).
+            # Without reentry, it identifies saved tensors by their order, which threads change (torch 2.13).
             raise RuntimeError(
                 "a pipeline with several stages and micro-batches runs under torch.utils.checkpoint with"
                 " use_reentrant=True only"
@@ -223,10 +219,10 @@ class Pipeline:
         lock = threading.Lock()
 
         def advance(result: TaskResult | None = None) -> None:
-            """Take over what a task gave, and hand out the tasks this makes possible."""
+            """Store the result of a task, and hand out the tasks that are now possible."""
             with lock, self._state.enter():
                 try:
-                    if result is not None and progress.note(result):
+                    if result is not None and progress.record(result):
                         self._finish(result)
                     for i, j in progress.possible():
                         hand_out(self._task(i, j))
@@ -236,9 +232,9 @@ class Pipeline:
             if progress.over:
                 inbox.put(None)
 
-        # On the CPU a worker goes on by itself. CUDA streams are a thread's own: there the caller does it.
-        alone = all(device.type != "cuda" for device in self.devices)
-        report, threads = advance if alone else inbox.put, self.resources.threads
+        # On the CPU, workers call `advance`. On GPUs, the caller does: a thread has its own current stream.
+        on_cpu = all(device.type != "cuda" for device in self.devices)
+        report, threads = advance if on_cpu else inbox.put, self.resources.threads
         with (
             shared_cores(self.devices) as prepare,
             lend_workers(threads, report, prepare) as hand_out,
@@ -250,12 +246,12 @@ class Pipeline:
                     if result is not None:
                         advance(result)
             finally:
-                progress.stop = True  # an interrupt of the caller: tasks under way are the last
+                progress.stop = True  # if the caller is interrupted, no further task starts
         if progress.failures:
             raise cast(BaseException, progress.first_failure.result)
 
     def _forget_effects(self) -> None:
-        """Observe all stages again: one drew what it had not drawn before, or other code did."""
+        """Observe all stages again, since something drew without a key; and warn."""
         for stage, effects in zip(self.partitions, self.resources.effects, strict=True):
             effects.reset()
             forget_layers(list(stage.children()))
@@ -266,9 +262,9 @@ class Pipeline:
         )
 
     def _keeps(self) -> list[bool]:
-        """Of each stage but the last, whether the next one saves its outputs for the backward pass.
+        """For each stage but the last, whether the next stage saves its outputs for the backward pass.
 
-        Not where nothing so far needs a gradient, and between devices the next one saves a copy.
+        It does not if nothing so far needs a gradient; and between devices, it saves a copy.
         """
         needs = [any(p.requires_grad for p in own) for own in self._parameters]
         needs[0] |= any(x.requires_grad for batch in self.batches for x in batch)
@@ -276,7 +272,7 @@ class Pipeline:
         return [self._state.grad and any(needs[: j + 2]) and not self._crosses(j, j + 1) for j in borders]
 
     def _task(self, i: int, j: int) -> Task:
-        """The task of a stage on a micro-batch, its input fetched and ordered."""
+        """The task of a stage on a micro-batch. Copies its input to the stage's device."""
         self._fence(i, j)
         batch, device, stream = self.batches[i], self.devices[j], self._streams[j]
         checkpointed = i < self.checkpoint_stop and self._state.grad
@@ -306,9 +302,9 @@ class Pipeline:
         return Task(i, j, compute)
 
     def _fence(self, i: int, j: int) -> None:
-        """Bring a micro-batch and its skips to a stage, ordered after the micro-batch before it.
+        """Copy a micro-batch and its skips to a stage's device, and order it after the previous micro-batch.
 
-        In the backward pass the order is reversed: the micro-batch before it waits for this one.
+        The backward pass has the reverse order: the previous micro-batch waits for this one.
         """
         batch = self.batches[i]
         position = batch.carrier
@@ -323,7 +319,7 @@ class Pipeline:
             batch[:] = Copy.apply(*streams, *batch)  # type: ignore[no-untyped-call]
 
     def _finish(self, result: TaskResult) -> None:
-        """Take a task's output over, or raise what it raised."""
+        """Store a task's output, or raise its exception."""
         if isinstance(result.result, BaseException):
             raise result.result
         i, j, batch = result.task.micro_batch, result.task.stage, result.result
@@ -340,11 +336,11 @@ class Pipeline:
         self.batches[i] = batch
 
     def _crosses(self, source: int, target: int) -> bool:
-        """Whether there is a border between devices; the first stage's input is where it should be."""
+        """Whether two stages are on different devices; False for the input of the first stage."""
         return source >= 0 and self.devices[source] != self.devices[target]
 
     def _leaves(self, source: int) -> bool:
-        """Whether anything of a stage goes to another device: its output, or a skip."""
+        """Whether a stage's output, or a skip, goes to another device."""
         routes = self.resources.skip_layout.by_ns_name.values()
         return self._crosses(source, source + 1) or any(
             a == source and self._crosses(a, b) for a, b in routes
@@ -352,4 +348,4 @@ class Pipeline:
 
 
 def _nothing() -> Batch:
-    raise AssertionError("the place of a task that could not be made")
+    raise AssertionError("a placeholder for a task that could not be created")

@@ -1,4 +1,4 @@
-"""One stage on one micro-batch: computed once or, under checkpointing, once more for the gradient."""
+"""One stage on one micro-batch; under checkpointing, it runs a second time for the gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, use_skip_tracker
 
 
 class StageRun:
-    """Runs a stage on a micro-batch, observes its effects, and can make the run happen again exactly."""
+    """Runs a stage on a micro-batch, observes its effects, and can repeat the run exactly."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class StageRun:
         self.skip_tracker = skip_tracker
         self.place = place
         self.key: RandomKey = key.of(place[0])
-        self.parameters = parameters  # of the stage: a walk over its modules, the same for all micro-batches
+        self.parameters = parameters  # of the stage; collected once for all micro-batches
         self.observing: bool = not effects.known_for(stage)
         self.mutates_input: bool = self.observing or effects.mutates_input
         self.mutated: bool = False
@@ -51,7 +51,7 @@ class StageRun:
         backward_task: BackwardTask | None = None,
         phony: Tensor | None = None,
     ) -> tuple[Batch, Checkpointing | None]:
-        """The stage's output, and the checkpoint that still needs the source of the gradient."""
+        """The stage's output, and the checkpoint that `recompute` must still be called on."""
         if checkpointed:
             checkpoint = Checkpointing(self, batch, self, backward_task, phony, self.parameters)
             return _checked(checkpoint.checkpoint()), checkpoint
@@ -63,7 +63,7 @@ class StageRun:
             return _checked(batch.call(self)), None
 
     def __call__(self, value: Any) -> Any:
-        """The stage, on an input that is safe from it."""
+        """The stage's output. The stage gets a copy of its input if it changes it."""
         batch = Batch(value)
         if self.mutates_input:
             batch[:] = tuple(x.clone() for x in batch)
@@ -75,13 +75,13 @@ class StageRun:
             if self.mutated and not self.mutates_input:
                 raise RuntimeError("the stage changed its input in place, but not on its first micro-batch")
         except BaseException:
-            self.effects.reset()  # it may have another effect now; the next mini-batch is observed again
+            self.effects.reset()  # the stage may have other effects now; observe the next mini-batch
             raise
         return output
 
     @contextmanager
     def record(self, *, again: bool = True) -> Iterator[None]:
-        """Around the first run: note what a second one needs, and observe the stage's effects."""
+        """The context of the first run: saves what a second run needs, and observes the stage's effects."""
         if self.observing:
             self.buffers = BufferSnapshot.take(owned_buffers(self.stage))
         elif again:
@@ -93,7 +93,7 @@ class StageRun:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Around the second run: buffers are those of the first, as random numbers are by their keys."""
+        """The context of the second run: the buffers of the first run. Random numbers are equal by key."""
         with self.buffers.replayed():
             try:
                 yield
@@ -106,10 +106,10 @@ class StageRun:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass beside those of other stages: if it draws, nobody else does meanwhile."""
-        known = self.effects.backward_draws
-        if known is not None:
-            with borrowed_generators(known) if known else nullcontext():
+        """The context of a backward pass beside those of other stages. If it draws, it borrows generators."""
+        devices = self.effects.backward_draws
+        if devices is not None:
+            with borrowed_generators(devices) if devices else nullcontext():
                 yield
             return
         with borrowed_generators({CPU, self.device}), SeenDraws() as seen:

@@ -1,4 +1,4 @@
-"""CUDA streams, and the CPU, which has none; copies and waits between them are autograd nodes.
+"""Streams of devices, with a placeholder for the CPU; copies and waits between them are autograd nodes.
 
 compute stream of stage j     ──task──┐ Wait                       ┌ Wait ──task──
 copy streams of (j, j+1)              └────── Copy ────────────────┘
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class CPUStreamType:
-    """The type of `CPUStream`, the one stream of the CPU: work on it is always already in order."""
+    """The type of `CPUStream`, the only stream of the CPU."""
 
     def __repr__(self) -> str:
         return "CPUStream"
@@ -24,6 +24,13 @@ class CPUStreamType:
 CPUStream: CPUStreamType = CPUStreamType()
 
 AbstractStream: TypeAlias = torch.cuda.Stream | CPUStreamType
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device with an index, so that "cuda" and "cuda:0" compare equal."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
@@ -39,18 +46,13 @@ def new_stream(device: torch.device) -> AbstractStream:
 
 
 def current_stream(device: torch.device) -> AbstractStream:
-    """The stream work is put on now."""
+    """The current stream of a device."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else CPUStream
-
-
-def default_stream(device: torch.device) -> AbstractStream:
-    """The stream work is put on when nobody chose one."""
-    return torch.cuda.default_stream(device) if device.type == "cuda" else CPUStream
 
 
 @contextmanager
 def use_device(device: torch.device) -> Iterator[None]:
-    """Make a CUDA device the current one; the CPU needs no choosing."""
+    """Make a CUDA device the current one; no effect for the CPU."""
     if device.type != "cuda":
         yield
         return
@@ -60,7 +62,7 @@ def use_device(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def use_stream(stream: AbstractStream) -> Iterator[None]:
-    """Put work on a stream."""
+    """Make a stream the current one; no effect for the CPU."""
     if not is_cuda(stream):
         yield
         return
@@ -69,40 +71,39 @@ def use_stream(stream: AbstractStream) -> Iterator[None]:
 
 
 def get_device(stream: AbstractStream) -> torch.device:
-    """The device a stream belongs to."""
+    """The device of a stream."""
     return torch.device(stream.device) if is_cuda(stream) else torch.device("cpu")
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
-    """Let `source` wait until everything now on `target` is done."""
+    """Make `source` wait for all work that is now on `target`."""
     if not is_cuda(target):
-        return  # what the CPU did is done
+        return  # the CPU's work is done
     if is_cuda(source):
         source.wait_stream(target)
     else:
-        target.synchronize()  # only the host itself can wait here
+        target.synchronize()  # the host waits
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
     """Tell the allocator that a stream uses a tensor, so that its memory is not reused too early."""
     if is_cuda(stream) and tensor.is_cuda:
-        # record_stream remembers the storage, so the empty slice of a phony or of a view will do.
         tensor.record_stream(stream)
 
 
 def copy_tensors(source: AbstractStream, target: AbstractStream, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copy tensors to the target stream's device on the two streams; None stays None."""
+    """The tensors copied to the target stream's device, on the two streams; None stays None."""
     device = get_device(target)
     user = current_stream(device)
     copies: list[Tensor | None] = []
     with use_stream(source), use_stream(target):
         for tensor in tensors:
-            if tensor is None:  # a gradient nobody asked for
+            if tensor is None:  # a gradient that is not needed
                 copies.append(None)
                 continue
-            # A copy to the host must have arrived before the host reads it.
+            # A copy to the host blocks, so that the host does not read it too early.
             copied = tensor.detach().to(device, non_blocking=device.type == "cuda")
-            # Each was made on one stream and is used on another; the allocator must know.
+            # Each tensor was allocated on one stream and is used on another.
             record_stream(tensor, source)
             record_stream(copied, user)
             copies.append(copied)
@@ -110,7 +111,7 @@ def copy_tensors(source: AbstractStream, target: AbstractStream, tensors: tuple[
 
 
 class Copy(torch.autograd.Function):
-    """Copies forward from one stream's device to the other's, and the gradients back."""
+    """Copies tensors from one stream's device to the other's, and the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, source: AbstractStream, target: AbstractStream, *inputs: Tensor) -> tuple[Any, ...]:
@@ -124,7 +125,7 @@ class Copy(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Lets the target stream wait for the source stream; in the backward pass the other way round."""
+    """Makes the target stream wait for the source stream; in the backward pass, the source for the target."""
 
     @staticmethod
     def forward(ctx: Any, source: AbstractStream, target: AbstractStream, *inputs: Tensor) -> tuple[Any, ...]:

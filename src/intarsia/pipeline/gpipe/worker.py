@@ -1,7 +1,7 @@
-"""One thread a stage, kept from call to call, with its caller's state and its share of the cores.
+"""One thread per stage, reused in every call, with its caller's state and its share of the cores.
 
-With new threads in every step the memory of the last one is not found again (5,600 page faults a step of 8
-micro-batches, 600 now), and their OpenMP teams are made again.
+New threads in every step would not reuse the memory of the last step (5,600 page faults in a step of 8
+micro-batches, against 600), and would create their OpenMP teams again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.tracing import traced
 
-# Autocast is kept per device type; these are the ones a stage can run on.
+# The device types of stages; autocast has a state for each type.
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Grad mode, inference mode, autocast, default device and saved-tensor hooks, when captured.
+    """The captured grad mode, inference mode, autocast, default device and saved-tensor hooks.
 
     >>> with torch.no_grad():
     ...     state = ThreadState.capture()
@@ -58,14 +58,14 @@ class ThreadState:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Take the state over for a while."""
+        """Apply the state to the calling thread for a while."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, enabled, dtype in self.autocast:
                 if enabled != torch.is_autocast_enabled(kind) or enabled:
-                    # Autocast's cache of weights is one for all threads, and a weight cast under
-                    # checkpointing (without a graph) would cut the gradient of the next micro-batch.
+                    # All threads share autocast's cache of weights. A weight cast under checkpointing has no
+                    # graph, so the next micro-batch would get no gradient for it.
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
                     )
@@ -77,19 +77,19 @@ class ThreadState:
 
 
 def saved_tensor_hooks() -> SavedTensorHooks | None:
-    """The hooks that pack what autograd saves on this thread (`save_on_cpu`, say)."""
-    # torch has no public way to ask; a release without this one leaves workers without the hooks.
-    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks: SavedTensorHooks | None = None if ask is None else ask(False)
+    """The hooks that pack what autograd saves on this thread (for example, those of `save_on_cpu`)."""
+    # torch has only a private function for this. Without it, workers run without the hooks.
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks: SavedTensorHooks | None = None if top_hooks is None else top_hooks(False)
     return hooks
 
 
 @contextmanager
 def shared_cores(devices: list[torch.device]) -> Iterator[Callable[[], None]]:
-    """Give each CPU stage its part of torch's threads: what is handed out is to be called in each worker.
+    """A function that gives a CPU stage its share of torch's threads; each worker calls it.
 
-    Every thread that calls into torch has a team of OpenMP threads of its own, so n stages would
-    otherwise put n times as many threads to work as the caller asked for.
+    Every thread that calls torch has its own team of OpenMP threads. Without shares, n stages would use n
+    times as many threads as the caller set.
     """
     stages = sum(device.type == "cpu" for device in devices)
     threads = torch.get_num_threads()
@@ -100,7 +100,7 @@ def shared_cores(devices: list[torch.device]) -> Iterator[Callable[[], None]]:
     try:
         yield lambda: torch.set_num_threads(share)
     finally:
-        # OpenMP keeps the number per thread, but torch and MKL also keep one for all; put it back.
+        # OpenMP has a number per thread, but torch and MKL also have one number for all threads.
         torch.set_num_threads(threads)
 
 
@@ -119,16 +119,16 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The result of a task: a batch, or the exception that ended it."""
+    """The result of a task: a batch, or an exception."""
 
     task: Task
     result: Batch | BaseException
 
 
 class StageThreads:
-    """A thread for each stage, started when first needed; they end when nothing holds this object.
+    """A thread for each stage, for all its forward and backward passes.
 
-    A stage keeps its thread, forward and backward, step after step.
+    Threads start with the first job, and end when this object is deleted.
 
     >>> threads = StageThreads(2)
     >>> threads.submit(1, max, 3, 4).result()
@@ -142,7 +142,7 @@ class StageThreads:
         self._pools: list[ThreadPoolExecutor] = []
 
     def submit(self, stage: int, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Let a stage's thread do a job, after those it was given before."""
+        """Queue a job for a stage's thread."""
         with self._lock:
             if self._process != os.getpid():  # threads do not survive a fork
                 self._process = os.getpid()
@@ -152,12 +152,12 @@ class StageThreads:
             return self._pools[stage].submit(job, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy, or what is loaded in another process, has threads of its own.
+        # A copy, also in another process, has threads of its own.
         return StageThreads, (self.count,)
 
 
 def run_task(task: Task) -> TaskResult:
-    """Run a task; whatever it raises is part of the answer, so that no thread dies with it."""
+    """The result of a task, which may be its exception, so that no thread ends by it."""
     try:
         name = f"stage {task.stage}, micro-batch {task.micro_batch}"
         return TaskResult(task, traced(name, f"stage {task.stage}", task.compute))
@@ -170,7 +170,9 @@ def run_task(task: Task) -> TaskResult:
 def lend_workers(
     threads: StageThreads, report: Callable[[TaskResult], None], prepare: Callable[[], None] = lambda: None
 ) -> Iterator[Callable[[Task], None]]:
-    """Hand out tasks to the threads of their stages, which report what became of them; waits for all.
+    """A function that hands out tasks to the threads of their stages, which report the results.
+
+    All tasks have ended when the context ends.
 
     >>> done = []
     >>> with lend_workers(StageThreads(1), done.append) as hand_out:
@@ -178,7 +180,7 @@ def lend_workers(
     >>> done[0].result.value
     1
     """
-    # Context variables follow the caller as torch's own state does.
+    # Tasks run with the caller's context variables.
     contexts = [contextvars.copy_context() for _ in range(threads.count)]
     jobs: list[Future[None]] = []
 
@@ -192,6 +194,6 @@ def lend_workers(
     try:
         yield hand_out
     finally:
-        # Whoever reports may hand out more, but only before its own job is done.
+        # `report` may hand out more tasks, before its own job is done.
         while pending := [job for job in jobs if not job.done()]:
             wait(pending)

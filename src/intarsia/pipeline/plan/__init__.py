@@ -1,1 +1,1 @@
-"""What a pipeline is planned with: clusters, costs by layer, simulated schedules, the search, pictures."""
+"""Planning of pipelines: clusters, costs by layer, simulated schedules, the search, charts."""

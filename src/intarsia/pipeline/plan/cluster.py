@@ -1,8 +1,7 @@
-"""A cluster of equal devices: how many, their memory and speed, and the links between them."""
+"""A cluster of equal devices: their number, memory and speed, and the links between them."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -10,18 +9,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, near_names
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two devices: bytes a second, and seconds until the first byte arrives."""
+    """A link between two devices: bytes per second, and seconds until the first byte arrives."""
 
     bandwidth: float
     latency: float = 0.0
 
     def seconds(self, count: float) -> float:
-        """How long so many bytes take.
+        """The seconds that `count` bytes take.
 
         >>> Link(bandwidth=1e9, latency=1e-3).seconds(1e6)
         0.002
@@ -31,10 +30,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many devices, in hosts of `per_host`; numbers are bytes, seconds and bytes a second.
+    """A cluster of `devices`, with `per_host` on each host. Units are bytes, seconds and bytes per second.
 
-    `speed` is how many times as fast a device is as the one where costs were measured. `handover` is what a
-    rank spends on each pass of a micro-batch beside computing: taking its tensors, giving them on, Python.
+    `speed` is relative to the device where costs were measured. `handover` is the seconds of each pass on a
+    micro-batch that are not computation: receiving and sending tensors, Python.
     """
 
     devices: int
@@ -47,7 +46,7 @@ class Cluster:
 
     @staticmethod
     def read(path: str | Path) -> Cluster:
-        """The cluster of a JSON file; anything in it that means nothing, or cannot be, is refused."""
+        """The cluster that a JSON file describes. Raises PartitionError for unknown or impossible entries."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -58,13 +57,13 @@ class Cluster:
 
     @staticmethod
     def of(data: Any) -> Cluster:
-        """The cluster of what a JSON file holds.
+        """The cluster that parsed JSON describes.
 
         >>> Cluster.of({"devices": 4, "memory": 16e9, "link": {"bandwidth": 1e10}}).per_host
         4
         """
-        known = {*(f.name for f in fields(Cluster)), "link"}
-        entries = _object(data, "the cluster", known)
+        names = {*(f.name for f in fields(Cluster)), "link"}
+        entries = _object(data, "the cluster", names)
         for name in ("devices", "memory"):
             if name not in entries:
                 raise PartitionError(f"the cluster has no {name!r}")
@@ -78,7 +77,7 @@ class Cluster:
             raise PartitionError("the cluster has no 'within': the link between devices of a host")
         if outside is None and per_host < devices:
             raise PartitionError(
-                f"the cluster has no 'between': {devices} devices are on hosts of {per_host}, to be linked"
+                f"the cluster has no 'between': the link between hosts ({per_host} of {devices} devices each)"
             )
         unused = Link(math.inf)
         return Cluster(
@@ -88,7 +87,7 @@ class Cluster:
             unused if outside is None else _link(outside, "between"),
             per_host,
             _number(entries.get("speed", 1.0), "speed"),
-            _number(entries.get("handover", 0.0), "handover", least_open=False),
+            _number(entries.get("handover", 0.0), "handover", zero=True),
         )
 
     def link(self, first: int, second: int) -> Link:
@@ -96,10 +95,9 @@ class Cluster:
         return self.within if first // self.per_host == second // self.per_host else self.between
 
     def chain(self, ranks: int, replicas: int) -> list[Link]:
-        """For each rank of a pipeline the link to the next one, and from the last to the first: the slowest
-        of all replicas.
+        """For each rank, the link to the next rank, and from the last rank to the first.
 
-        Replica k holds the devices k * ranks and following.
+        Replica k has the devices from k * ranks on. The link is the slowest among all replicas.
         """
         slow = [False] * ranks
         for replica in range(min(replicas, math.lcm(ranks, self.per_host) // ranks)):
@@ -114,31 +112,29 @@ class Cluster:
         return self.within if ranks * replicas <= self.per_host else self.between
 
 
-def _object(data: Any, what: str, known: set[str]) -> Mapping[str, Any]:
+def _object(data: Any, what: str, names: set[str]) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
         raise PartitionError(f"{what} must be a JSON object, not {type(data).__name__}")
     for name in data:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f": it has {', '.join(sorted(known))}"
-            raise PartitionError(f"{what} has {name!r}, which means nothing{hint}")
+        if name not in names:
+            hint = near_names(name, names) or f"; its entries are {', '.join(sorted(names))}"
+            raise PartitionError(f"{what} has an unknown entry {name!r}{hint}")
     return data
 
 
 def _link(data: Any, name: str) -> Link:
     entries = _object(data, name, {"bandwidth", "latency"})
     if "bandwidth" not in entries:
-        raise PartitionError(f"{name} has no 'bandwidth', in bytes a second")
-    latency = _number(entries.get("latency", 0.0), f"{name}.latency", least_open=False)
+        raise PartitionError(f"{name} has no 'bandwidth', in bytes per second")
+    latency = _number(entries.get("latency", 0.0), f"{name}.latency", zero=True)
     return Link(_number(entries["bandwidth"], f"{name}.bandwidth"), latency)
 
 
-def _number(value: Any, name: str, *, least_open: bool = True) -> float:
-    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not right or value < 0 or (least_open and value == 0):
-        raise PartitionError(
-            f"{name}={value!r} must be a number of {'more than' if least_open else 'at least'} 0"
-        )
+def _number(value: Any, name: str, *, zero: bool = False) -> float:
+    """The value as a float. Raises PartitionError if it is no positive number (or 0, with `zero`)."""
+    finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not finite or value < 0 or (value == 0 and not zero):
+        raise PartitionError(f"{name}={value!r} must be a number of {'at least' if zero else 'more than'} 0")
     return float(value)
 
 

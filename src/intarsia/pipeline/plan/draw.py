@@ -1,4 +1,4 @@
-"""Pictures of schedules: text for a terminal, charts for documents."""
+"""Charts of schedules: text for a terminal, pictures for documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _simulated(subject: Schedule | Simulation) -> Simulation:
 
 
 def ascii_gantt(subject: Schedule | Simulation, width: int | None = None) -> str:
-    """A line a rank, time running right; a bare schedule is drawn with equal passes, backward being two.
+    """A text chart: one line per rank, time runs right. In a bare schedule, forward takes 1 and backward 2.
 
     >>> from intarsia.pipeline.schedules import schedule
     >>> print(ascii_gantt(schedule("1F1B", 2, 2)))
@@ -52,8 +52,8 @@ def ascii_gantt(subject: Schedule | Simulation, width: int | None = None) -> str
             start, end = round(span.start * scale), round(span.end * scale)
             row += "".join("|" + " " * size for _ in range(start - at))
             text = _label(span.slot, name_stage)
-            room = max(end - start, 1) * (size + 1) - 1
-            row += "|" + text[:room].ljust(room)
+            length = max(end - start, 1) * (size + 1) - 1
+            row += "|" + text[:length].ljust(length)
             at = max(end, start + 1)
         row += "".join("|" + " " * size for _ in range(cells - at))
         lines.append(f"rank {rank} {row}|")
@@ -61,7 +61,7 @@ def ascii_gantt(subject: Schedule | Simulation, width: int | None = None) -> str
 
 
 def save_gantt(subject: Schedule | Simulation, path: str | os.PathLike[str]) -> None:
-    """Write the same as a picture: .svg, .png or .pdf, with matplotlib (`intarsia[charts]`)."""
+    """Write the chart as a picture: .svg, .png or .pdf, with matplotlib (`intarsia[charts]`)."""
     simulation = _simulated(subject)
     ranks, stages = len(simulation.schedule.ranks), simulation.schedule.stages
     width = 14
@@ -72,7 +72,8 @@ def save_gantt(subject: Schedule | Simulation, path: str | os.PathLike[str]) -> 
         shade = 1.0 - 0.35 * (span.slot.stage // ranks) / max(1, stages // ranks)
         colour = _COLOURS[span.slot.action], shade
         axes.barh(span.rank, length, left=span.start, height=0.86, color=colour, edgecolor="white")
-        if length * 65 * width > 4.5 * len(text) * simulation.step_time:  # points of the box and of its text
+        # The text is drawn if it fits: the box has about 65 points per inch, a character 4.5 points.
+        if length * 65 * width > 4.5 * len(text) * simulation.step_time:
             middle = span.start + length / 2
             axes.text(middle, span.rank, text, ha="center", va="center", color="white", fontsize=7)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])

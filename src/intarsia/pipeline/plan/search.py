@@ -1,7 +1,7 @@
-"""The fastest pipeline for a cluster: bounds in closed form order the layouts, and the best are simulated.
+"""The search for the fastest layout on a cluster. Lower bounds order the layouts; the best are simulated.
 
-A layout is simulated only if what it cannot fall below is less than the best time found. The bounds are
-proved, so what is left out is never better (a test compares with trying everything).
+A layout is simulated only if its lower bound is less than the best time so far. The bounds are proved, so
+no better layout is skipped (a test compares with a simulation of all layouts).
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from intarsia.drawing import bytes_text
 from intarsia.errors import PartitionError
 from intarsia.pipeline.plan.simulate import StageTable, Vector, end_times, peak_memory
-from intarsia.pipeline.plan.space import Layout, Space, near_memory, near_seconds
+from intarsia.pipeline.plan.space import Layout, Space, least_memory_of, least_seconds_of
 from intarsia.pipeline.schedules import SCHEDULES, Whole, slot_table
 
-ROUNDING = 1e-9  # sums taken in another order differ in the last bits
+ROUNDING = 1e-9  # relative difference of sums that are added in another order
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its cuts and what it is predicted to cost."""
+    """A layout with its cuts and its predicted cost."""
 
     layout: Layout
     cuts: tuple[int, ...]
     step_time: float
     bubble: float  # the idle share of the ranks' time
-    memory: int  # bytes of the fullest device
+    memory: int  # bytes of the device that holds the most
 
     @property
     def schedule(self) -> str:
@@ -37,12 +38,12 @@ class Candidate:
 
     @property
     def microbatches(self) -> int:
-        """How many micro-batches a step of one replica has."""
+        """The number of micro-batches in a step of one replica."""
         return self.layout.microbatches
 
     @property
     def per_rank(self) -> int:
-        """How many stages a rank holds."""
+        """The number of stages that a rank holds."""
         return self.layout.per_rank
 
     @property
@@ -51,23 +52,23 @@ class Candidate:
         return self.layout.checkpoint
 
     def __str__(self) -> str:
-        a = self.layout
-        mode = "recomputing" if a.checkpoint else "keeping"
-        replicas = f" x {a.replicas} replicas" if a.replicas > 1 else ""
+        layout = self.layout
+        mode = "recomputing" if layout.checkpoint else "keeping"
+        replicas = f" x {layout.replicas} replicas" if layout.replicas > 1 else ""
         return (
-            f"{a.schedule:<16}{a.stages:>5} stages on {a.ranks} ranks{replicas},"
-            f" {a.microbatches} micro-batches of {a.samples}, {mode:<11} {self.step_time * 1e3:10.2f} ms"
-            f"  bubble {self.bubble:4.0%}  {_size(self.memory)}"
+            f"{layout.schedule:<16}{layout.stages:>5} stages on {layout.ranks} ranks{replicas},"
+            f" {layout.microbatches} micro-batches of {layout.samples}, {mode:<11}"
+            f" {self.step_time * 1e3:10.2f} ms  bubble {self.bubble:4.0%}  {bytes_text(self.memory)}"
         )
 
 
 def search(space: Space) -> list[Candidate]:
-    """What was the best in turn, fastest first: the first is the best there is. Nothing fits: an error.
+    """The layouts that were the best so far, fastest first; the first is the optimum. Raises if none fits.
 
-    Whatever has the least bound comes next: a layout gets cuts and with them a nearer bound, and one with
-    cuts is simulated. So no layout is simulated whose nearer bound is above the best time there is.
+    The entry with the smallest bound comes next. A layout without cuts is replaced by its cuts, whose bounds
+    are tighter; a layout with cuts is simulated if its bound is below the best time so far.
     """
-    groups, which, ranks, bounds = _bounded(space)
+    groups, which, ranks, bounds = _bounded_layouts(space)
     waiting: list[tuple[float, int, _Cut | None]] = [(float(b), i, None) for i, b in enumerate(bounds)]
     heapify(waiting)
     candidates: list[Candidate] = []
@@ -76,38 +77,38 @@ def search(space: Space) -> list[Candidate]:
         _, at, cut = heappop(waiting)
         if cut is None:
             layout = replace(groups[int(which[at])], ranks=int(ranks[at]))
-            for nearer in _cuts(space, layout):
-                heappush(waiting, (nearer.bound, len(bounds) + 2 * at + nearer.by_memory, nearer))
+            for tighter in _cuts(space, layout):
+                heappush(waiting, (tighter.bound, len(bounds) + 2 * at + tighter.by_memory, tighter))
             continue
-        answer = _simulated(space, cut, best)
-        if answer is not None:
-            candidates.append(answer)
-            best = answer.step_time
+        candidate = _simulated(space, cut, best)
+        if candidate is not None:
+            candidates.append(candidate)
+            best = candidate.step_time
     if not candidates:
-        raise PartitionError(_nothing(space, bool(groups)))
+        raise PartitionError(_why_none_fits(space, bool(groups)))
     return candidates[::-1]
 
 
 def every_candidate(space: Space) -> list[Candidate]:
-    """All layouts, each with the faster of its cuts, fastest first."""
+    """All layouts that fit, each with the faster of its cuts, fastest first."""
     candidates = [
-        answer
+        candidate
         for group, counts in _groups(space)
         for ranks in counts.tolist()
-        if (answer := simulate_layout(space, replace(group, ranks=ranks))) is not None
+        if (candidate := simulate_layout(space, replace(group, ranks=ranks))) is not None
     ]
     return sorted(candidates, key=lambda c: (c.step_time, c.memory))
 
 
 def simulate_layout(space: Space, layout: Layout) -> Candidate | None:
-    """What a layout costs with the faster of its cuts, by time and by memory; None where neither fits."""
+    """A layout with the faster of its cuts, balanced by time or by memory; None if neither fits."""
     candidates = [c for cut in _cuts(space, layout) if (c := _simulated(space, cut)) is not None]
     return min(candidates, key=lambda c: c.step_time, default=None)
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A layout with cuts that may fit the memory, and the least it takes."""
+    """A layout with cuts that may fit the memory, and a lower bound of its seconds."""
 
     layout: Layout
     by_memory: bool
@@ -121,14 +122,14 @@ class _Cut:
 def _cuts(space: Space, layout: Layout) -> Iterator[_Cut]:
     for by_memory in (False, True):
         cuts, table = space.table(layout, by_memory)
-        if (near_memory(layout, table, space.weight_copies) <= space.cluster.memory).all():
+        if (least_memory_of(layout, table, space.weight_copies) <= space.cluster.memory).all():
             links, averaging = space.links(layout, table), space.averaging(layout, table)
-            bound = near_seconds(layout, table, links, averaging)
+            bound = least_seconds_of(layout, table, links, averaging)
             yield _Cut(layout, by_memory, cuts, table, links, averaging, bound)
 
 
 def _simulated(space: Space, cut: _Cut, best: float = np.inf) -> Candidate | None:
-    """What it costs; None where it does not fit, or is no faster than `best`."""
+    """The simulated candidate; None if it does not fit the memory, or is not faster than `best`."""
     layout, table = cut.layout, cut.table
     slots = slot_table(layout.schedule, layout.ranks, layout.microbatches, layout.per_rank)
     by_stage = peak_memory(slots, table, layout.checkpoint, space.weight_copies)
@@ -145,7 +146,7 @@ def _simulated(space: Space, cut: _Cut, best: float = np.inf) -> Candidate | Non
 
 
 def _groups(space: Space) -> Iterator[tuple[Layout, Whole]]:
-    """All layouts: those that differ in the ranks alone together, with their numbers of ranks."""
+    """All layouts, as groups that differ only in the number of ranks: a layout and the numbers."""
     for replicas, m, samples in space.divisions():
         for name in space.allowed.schedules:
             counts = space.rank_counts(name, replicas, m)
@@ -153,8 +154,8 @@ def _groups(space: Space) -> Iterator[tuple[Layout, Whole]]:
                 yield Layout(name, 0, SCHEDULES[name].per_rank, replicas, m, samples, recompute), counts
 
 
-def _bounded(space: Space) -> tuple[list[Layout], Whole, Whole, Vector]:
-    """Groups of layouts; and of each layout that may fit the memory its group, ranks and least seconds."""
+def _bounded_layouts(space: Space) -> tuple[list[Layout], Whole, Whole, Vector]:
+    """The groups; and for each layout that may fit the memory, its group, its ranks and its least seconds."""
     groups: list[Layout] = []
     which, ranks, bounds = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
     for group, counts in _groups(space):
@@ -166,7 +167,7 @@ def _bounded(space: Space) -> tuple[list[Layout], Whole, Whole, Vector]:
     return groups, np.concatenate(which), np.concatenate(ranks), np.concatenate(bounds)
 
 
-def _nothing(space: Space, any_layout: bool) -> str:
+def _why_none_fits(space: Space, any_layout: bool) -> str:
     if not any_layout:
         return (
             f"a batch of {space.batch} cannot be divided into micro-batches of {space.allowed.least} or more"
@@ -174,10 +175,6 @@ def _nothing(space: Space, any_layout: bool) -> str:
         )
     total = float(space.line.weights.sum()) * space.weight_copies
     return (
-        f"memory={space.cluster.memory} a device is too little on {space.cluster.devices} devices:"
-        f" weights, gradients and the optimizer's moments take {total:.0f} bytes, and more waits for backward"
+        f"memory={space.cluster.memory} per device is too little on {space.cluster.devices} devices:"
+        f" weights, gradients and the optimizer's moments take {total:.0f} bytes, and activations take more"
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""Simulating a schedule with known costs: how long a training step takes, how much memory it holds."""
+"""The simulation of a schedule with known costs: the time and the memory of a training step."""
 
 from __future__ import annotations
 
@@ -27,53 +27,40 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule is predicted to do: seconds, idle share, bytes by stage, and when each slot runs."""
+    """The prediction for a schedule: seconds, idle share, bytes by stage, and when each slot runs."""
 
     schedule: Schedule
     step_time: float
     bubble: float  # the idle share of all ranks' time
-    peak_memory: tuple[int, ...]  # bytes by stage: weights and what waits for its backward pass
+    peak_memory: tuple[int, ...]  # bytes by stage: weights and saved activations
     timeline: tuple[Span, ...]
-
-    @property
-    def peak_memory_by_rank(self) -> tuple[int, ...]:
-        """Bytes by rank: the sum over its stages (their peaks taken as one)."""
-        out = [0] * len(self.schedule.ranks)
-        for rank, steps in enumerate(self.schedule.ranks):
-            out[rank] = sum(self.peak_memory[s] for s in sorted({slot.stage for slot in steps}))
-        return tuple(out)
 
 
 @dataclass(frozen=True)
 class StageTable:
-    """Costs by stage for one size of micro-batch.
-
-    The rows of `seconds` are the forward pass, the gradients of inputs and of weights, and what the last two
-    take longer when they run apart.
-    """
+    """Costs by stage for one micro-batch size. The rows of `seconds` are those of `pass_seconds`."""
 
     seconds: Vector  # 4 x stages
     saved: Vector
     weights: Vector
     borders: Vector  # bytes that cross after each stage but the last
-    handover: float = 0.0  # seconds of each forward pass and of each backward pass beside computing
+    handover: float = 0.0  # seconds of each pass that are not computation
 
     @staticmethod
     def of(costs: Sequence[Cost], borders: Sequence[int] | None = None) -> StageTable:
-        """The table of known stages."""
-        rows = [[c.forward, c.backward_input, c.backward_weight, c.apart] for c in costs]
+        """The table of stages with these costs."""
         crossing = borders if borders is not None else [0] * (len(costs) - 1)
         return StageTable(
-            np.array(rows, float).T.reshape(4, len(costs)),
+            pass_seconds(costs),
             np.array([float(c.saved) for c in costs]),
             np.array([float(c.weights) for c in costs]),
             np.array(crossing, float),
         )
 
     def work(self, recompute: bool, splits_backward: bool = False) -> Vector:
-        """The seconds of all passes of a stage on a micro-batch."""
+        """The seconds of all passes of each stage on a micro-batch."""
         both: Vector = self.seconds[:3].sum(axis=0) + 2 * self.handover
-        if recompute:  # both gradients come at once, after a second forward pass
+        if recompute:  # both gradients are computed together, after a second forward pass
             both = both + self.seconds[0]
         elif splits_backward:
             both = both + self.seconds[3]
@@ -82,8 +69,8 @@ class StageTable:
     def passes(self, recompute: bool) -> Vector:
         """The seconds of each action on each stage.
 
-        With `recompute` the forward pass runs again in front of the backward. The weights' gradients then
-        come with the inputs': they would need the forward pass once more.
+        With `recompute`, the forward pass runs again before the backward pass. The gradients of the weights
+        are then computed with those of the inputs: later, they would need another forward pass.
         """
         forward, inputs, weights, apart = self.seconds
         whole = inputs + weights + (forward if recompute else 0.0)
@@ -91,6 +78,12 @@ class StageTable:
         passes = np.stack([forward, whole, *parts])
         passes[:WEIGHT] += self.handover
         return passes
+
+
+def pass_seconds(costs: Sequence[Cost]) -> Vector:
+    """4 x costs: seconds of forward, input gradients, weight gradients, and the extra if these run apart."""
+    rows = [[c.forward, c.backward_input, c.backward_weight, c.apart] for c in costs]
+    return np.array(rows, float).T.reshape(4, len(costs))
 
 
 def simulate(
@@ -102,10 +95,10 @@ def simulate(
     checkpoint: bool = False,
     weight_copies: int = 4,
 ) -> Simulation:
-    """Run `schedule` with the costs of each stage for one micro-batch.
+    """Simulate `schedule` with the costs of each stage for one micro-batch.
 
-    `links[i]` is the seconds from stage i to i + 1 (and back), `borders[i]` the bytes. With `checkpoint` a
-    stage keeps only its input and runs forward again before backward. A rank does one thing at a time and
+    `links[i]` is the seconds from stage i to i + 1 and back, and `borders[i]` the bytes. With `checkpoint`, a
+    stage keeps only its input, and runs forward again before backward. A rank runs one slot at a time and
     sends while it computes.
 
     >>> from intarsia.pipeline.schedules import schedule
@@ -137,15 +130,15 @@ def simulate(
 def end_times(
     slots: SlotTable, table: StageTable, links: Vector, recompute: bool = False, limit: float = np.inf
 ) -> Vector:
-    """When each slot has ended; `links[i]` is the seconds from stage i to the next, and back.
+    """The end time of each slot; `links[i]` is the seconds from stage i to the next, and back.
 
-    All slots that can run next, one a rank at most, are taken in one step, as arrays. A simulation that is
-    certain to take `limit` seconds or more is left, with infinite ends.
+    Each iteration takes all slots that can run next, at most one per rank, as arrays. If the step must take
+    `limit` seconds or more, the simulation stops early and returns infinite times.
     """
     count, m = slots.count, int(slots.microbatches.max()) + 1
     stages, micro = slots.stages, slots.microbatches
-    # One row of ends for each stage, forward and backward, between two rows of zeros for what is there from
-    # the start. What a rank needs of its own it has by then: its slots are in order.
+    # `done` has a row of end times for each stage, forward and then backward, between two rows of zeros for
+    # the inputs that exist from the start. A rank's own results need no entry: its slots are in order.
     done = np.full(2 * (count + 2) * m + 1, np.inf)
     done[:m] = 0.0
     done[-1 - m : -1] = 0.0
@@ -162,16 +155,14 @@ def end_times(
     rest = np.add.reduceat(np.append(seconds, 0.0), place) if np.isfinite(limit) else np.zeros(len(place))
     clock = np.zeros(len(place))
     live = np.flatnonzero(place < stop)
-    turn = 0
+    iteration = 0
     while len(live):
         at = place[live]
         ready = done[need[at]] + wait[at]
         can = ready < np.inf
         if not can.any():
             stuck = [str(Slot(int(stages[i]), Action(slots.actions[i]), int(micro[i]))) for i in at]
-            raise PartitionError(
-                f"the schedule waits for itself: the ranks are stuck before {', '.join(stuck)}"
-            )
+            raise PartitionError(f"the schedule deadlocks: the ranks cannot run {', '.join(stuck)}")
         going, at = live[can], at[can]
         spent = seconds[at]
         end = np.maximum(clock[going], ready[can]) + spent
@@ -179,14 +170,17 @@ def end_times(
         rest[going] -= spent
         place[going] += 1
         live = live[place[live] < stop[live]]
-        turn += 1
-        if turn % 64 == 0 and float((clock + rest).max()) * (1 - 1e-9) >= limit:
+        iteration += 1
+        if iteration % 64 == 0 and float((clock + rest).max()) * (1 - 1e-9) >= limit:
             return np.full(len(stages), np.inf)
     return ended
 
 
 def peak_memory(slots: SlotTable, table: StageTable, recompute: bool, weight_copies: int) -> Vector:
-    """The most bytes each stage holds at once: from a forward's start to the end of its last gradient."""
+    """The most bytes that each stage holds at once.
+
+    Activations are held from the start of a forward pass to the end of its last gradient.
+    """
     held, held_back = slots.held
     base = table.weights * weight_copies
     if not recompute:

@@ -1,9 +1,10 @@
-"""What is searched: every way to lay a model's pipeline out on a cluster, and what each costs at least.
+"""The search space: every layout of a pipeline on a cluster, with lower bounds of its cost.
 
-Rank r starts when the first micro-batch has come to it (P the work of the stages before it, forward), does m
-times its own work w, and what it gave must travel back: T >= P + m * w for every rank. Of all cuts of a total
-W over n ranks, the one that is even in this sense has T = W / (1 - (1 - 1/m) ** n). A schedule is known here
-by what its definition says, so the bounds hold for one that somebody adds, too.
+Let P be the work of all stages before rank r on one micro-batch, forward and backward. The rank starts after
+the forward part of P, does its own work w on m micro-batches, and the backward part of P follows. So a step
+takes T >= P + m * w on every rank. Among all cuts of the total work W over n ranks, the cut for which all
+these bounds are equal has the least T = W / (1 - (1 - 1/m) ** n). The bounds use only the definition of a
+schedule, so they also hold for schedules that users define.
 """
 
 from __future__ import annotations
@@ -11,32 +12,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.balance.solver import even_cuts, prefix_sums, smallest_bottleneck
-from intarsia.pipeline.cost import Cost
+from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.plan.cluster import Cluster
-from intarsia.pipeline.plan.simulate import StageTable, Vector
+from intarsia.pipeline.plan.simulate import StageTable, Vector, pass_seconds
 from intarsia.pipeline.schedules import FORWARD, SCHEDULES, Definition, Whole
 
 
 @dataclass(frozen=True)
 class LayerLine:
-    """Costs by layer; the seconds of a pass grow with the samples of a micro-batch from a fixed part on.
+    """Costs by layer. The seconds of a pass are a fixed part and a part for each sample of a micro-batch.
 
-    Rows of `fixed` and `each` are those of `StageTable.seconds`: the forward pass, the gradients of inputs
-    and of weights, and what these take longer apart.
+    The rows of `fixed` and `each` are those of `pass_seconds`.
     """
 
-    fixed: Vector  # 4 x layers: seconds whatever the size
-    each: Vector  # 4 x layers: seconds more for each sample
-    saved: Vector  # bytes kept for backward, a sample
+    fixed: Vector  # 4 x layers: seconds for any size
+    each: Vector  # 4 x layers: extra seconds for each sample
+    saved: Vector  # bytes that one sample keeps for the backward pass
     weights: Vector  # bytes of parameters and buffers
-    crossing: Vector  # bytes that cross after each layer, a sample; the last entry means nothing
-    measured: dict[int, Vector] = field(default_factory=dict)  # seconds by samples, where they are known
+    crossing: Vector  # bytes of one sample that cross after each layer; the last entry is not used
+    measured: dict[int, Vector] = field(default_factory=dict)  # seconds by samples, where measured
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -45,47 +45,45 @@ class LayerLine:
     def of(
         runs: Sequence[tuple[int, Sequence[Cost]]], crossing: Sequence[float], saved: Sequence[float]
     ) -> LayerLine:
-        """The line of costs measured with one size of micro-batch or more; beyond those they are a line.
+        """The costs from measurements at one micro-batch size or more; other sizes are on a straight line.
 
         >>> line = LayerLine.of([(1, [Cost(2.0)]), (4, [Cost(5.0)])], [0.0], [0.0])
         >>> float(line.seconds(8)[0, 0])
         9.0
         """
         if not runs:
-            raise PartitionError(
-                "a line of layers needs costs measured with one size of micro-batch at least"
-            )
+            raise PartitionError("a line of layers needs costs measured with at least one micro-batch size")
         (small, first), (large, last) = runs[0], runs[-1]
-        low, high = _seconds(first), _seconds(last)
+        low, high = pass_seconds(first), pass_seconds(last)
         if large > small:
-            # Noise may make the larger micro-batch the faster one; time never falls with size.
+            # With noise, the larger micro-batch may measure faster; the slope is then 0.
             each = np.maximum(0.0, (high - low) / (large - small))
             fixed = np.maximum(0.0, low - each * small)
             each = np.where(fixed > 0, each, high / large)
         else:
             fixed, each = np.zeros_like(low), low / small
         weights = np.array([float(c.weights) for c in first])
-        between = {samples: _seconds(costs) for samples, costs in runs[1:-1]}
+        between = {samples: pass_seconds(costs) for samples, costs in runs[1:-1]}
         return LayerLine(fixed, each, np.asarray(saved, float), weights, np.asarray(crossing, float), between)
 
     def seconds(self, samples: int, speed: float = 1.0) -> Vector:
-        """4 x layers: the seconds of a micro-batch of so many samples."""
-        known = self.measured.get(samples)
-        total: Vector = (self.fixed + self.each * samples if known is None else known) / speed
-        return total
+        """4 x layers: the seconds of a micro-batch with `samples` samples."""
+        measured = self.measured.get(samples)
+        seconds: Vector = (self.fixed + self.each * samples if measured is None else measured) / speed
+        return seconds
 
     def cuts(self, weights: Vector, stages: int) -> tuple[int, ...]:
-        """Where to cut so that the heaviest of so many stages is as light as can be."""
+        """The cuts into `stages` stages that minimize the weight of the heaviest stage."""
         sums = prefix_sums(weights.tolist())
         return tuple(even_cuts(sums, stages, smallest_bottleneck(sums, stages))[1:-1])
 
     def stages(
         self, cuts: Sequence[int], samples: int, speed: float = 1.0, handover: float = 0.0
     ) -> StageTable:
-        """The stages between cuts, for micro-batches of so many samples."""
+        """The stages between cuts, for micro-batches with `samples` samples."""
         starts = [0, *cuts]
         seconds = np.add.reduceat(self.seconds(samples, speed), starts, axis=1)
-        # Nobody asks the first stage for a gradient of inputs: all of its backward pass is the weights'.
+        # The inputs of the first stage need no gradient: all of its backward pass is for the weights.
         seconds[1:, 0] = 0.0, seconds[1:3, 0].sum(), 0.0
         return StageTable(
             seconds,
@@ -96,34 +94,14 @@ class LayerLine:
         )
 
 
-def _seconds(costs: Sequence[Cost]) -> Vector:
-    rows = [[c.forward, c.backward_input, c.backward_weight, c.apart] for c in costs]
-    return np.array(rows, float).T.reshape(4, len(costs))
-
-
 def merge(costs: Sequence[Cost], places: Sequence[int]) -> list[Cost]:
-    """Costs of nodes summed between places: the layers of a line whose nodes are too many or may not part."""
-    sums = list(accumulate(costs, initial=Cost()))
-    bounds = [0, *places, len(costs)]
-    layers = []
-    for a, b in pairwise(bounds):
-        x, y = sums[a], sums[b]
-        layers.append(
-            Cost(
-                max(0.0, y.forward - x.forward),
-                max(0.0, y.backward_input - x.backward_input),
-                max(0.0, y.backward_weight - x.backward_weight),
-                y.saved - x.saved,
-                y.weights - x.weights,
-                max(0.0, y.apart - x.apart),
-            )
-        )
-    return layers
+    """The costs of layers: the sums of the costs of nodes between places."""
+    return [total(costs[a:b]) for a, b in pairwise([0, *places, len(costs)])]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a cluster is used: ranks of a pipeline, its replicas, and how each step runs."""
+    """A use of a cluster: the ranks of a pipeline, its replicas, and how each step runs."""
 
     schedule: str
     ranks: int
@@ -135,47 +113,47 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages."""
         return self.ranks * self.per_rank
 
     @property
     def devices(self) -> int:
-        """How many devices work."""
+        """The number of devices in use."""
         return self.ranks * self.replicas
 
     @property
     def definition(self) -> Definition:
-        """What is known of the schedule."""
+        """The definition of the schedule."""
         return SCHEDULES[self.schedule]
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of inputs and of weights are computed apart."""
+        """Whether the gradients of inputs and of weights are computed separately."""
         return self.definition.splits_backward and not self.checkpoint
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Which layouts a search may choose; None allows all."""
+    """The layouts that a search may choose; None allows all values."""
 
-    least: int = 1  # samples of a micro-batch, at least
-    most: int | None = None  # and at most
+    least: int = 1  # the least samples of a micro-batch
+    most: int | None = None  # the most samples of a micro-batch
     schedules: Sequence[str] = field(default_factory=lambda: tuple(SCHEDULES))
     microbatches: Sequence[int] | None = None
     replicas: Sequence[int] | None = None
-    ranks: int | None = None  # so many and no other number
+    ranks: int | None = None
 
 
 @dataclass
 class Space:
-    """What is searched: a line of layers, a cluster, a batch, and which layouts may be."""
+    """The search space: a line of layers, a cluster, a batch, and the layouts that are allowed."""
 
     line: LayerLine
     cluster: Cluster
     batch: int
     allowed: Allowed = field(default_factory=Allowed)
     weight_copies: int = 4
-    cut: Callable[[Vector, int], Sequence[int]] | None = None  # from the weights of layers, and stages
+    cut: Callable[[Vector, int], Sequence[int]] | None = None  # (weights of layers, stages) -> cuts
     _cuts: dict[tuple[int, int, bool], tuple[int, ...]] = field(init=False, default_factory=dict)
     _ranks: dict[tuple[str, int, int], Whole] = field(init=False, default_factory=dict)
 
@@ -194,26 +172,25 @@ class Space:
                     yield replicas, m, samples
 
     def rank_counts(self, schedule: str, replicas: int, m: int) -> Whole:
-        """The numbers of ranks such a schedule can run on."""
+        """The numbers of ranks that the schedule can run on."""
         definition = SCHEDULES[schedule]
         most = min(self.cluster.devices // replicas, len(self.line) // definition.per_rank)
         key = schedule, most, m
         if key not in self._ranks:
-            # On one rank no transfer overlaps with work, so the plain order is enough.
+            # On one rank there is no bubble to fill, so the plain order is enough.
             least = 2 if definition.interleaved or definition.splits_backward else 1
-            only = self.allowed.ranks
-            right = [
-                p
-                for p in range(least, most + 1)
-                if only in (None, p)
-                and (m % p == 0 or not definition.divides)
-                and definition.refusal(p, m) is None
+            counts = [
+                ranks
+                for ranks in range(least, most + 1)
+                if self.allowed.ranks in (None, ranks)
+                and (m % ranks == 0 or not definition.divides)
+                and definition.refusal(ranks, m) is None
             ]
-            self._ranks[key] = np.array(right, np.int64)
+            self._ranks[key] = np.array(counts, np.int64)
         return self._ranks[key]
 
     def table(self, layout: Layout, by_memory: bool) -> tuple[tuple[int, ...], StageTable]:
-        """The cuts of a layout, and its stages."""
+        """The cuts of a layout, balanced by time or by memory, and its stages."""
         key = layout.stages, layout.samples, by_memory
         if key not in self._cuts:
             line = self.line
@@ -232,7 +209,7 @@ class Space:
         return np.array([chain[s % layout.ranks].seconds(b) for s, b in enumerate(table.borders)])
 
     def averaging(self, layout: Layout, table: StageTable) -> Vector:
-        """The seconds each rank spends on averaging its gradients over the replicas, in a ring."""
+        """The seconds in which each rank averages its gradients over the replicas, in a ring."""
         if layout.replicas == 1:
             return np.zeros(layout.ranks)
         link = self.cluster.averaging(layout.ranks, layout.replicas)
@@ -242,14 +219,14 @@ class Space:
         return ring
 
     def least_memory(self, layout: Layout, ranks: Whole) -> Vector:
-        """Bytes the fullest of so many ranks holds at least: the mean, or the largest layer's weights."""
+        """A lower bound of the bytes on the fullest rank: the mean, or the weights of the largest layer."""
         weights = self.line.weights * self.weight_copies
         saved = 0.0 if layout.checkpoint else float(self.line.saved.sum()) * layout.samples
         mean: Vector = (float(weights.sum()) + saved) / ranks
         return np.maximum(mean, float(weights.max()))
 
     def least_seconds(self, layout: Layout, ranks: Whole) -> Vector:
-        """Seconds of a step at least on so many ranks, whatever the cuts."""
+        """A lower bound of the seconds of a step on each number of ranks, for any cuts."""
         cluster, m, replicas = self.cluster, layout.microbatches, layout.replicas
         stages = ranks * layout.per_rank
         hand = np.where(stages > 1, cluster.handover, 0.0)
@@ -259,7 +236,7 @@ class Space:
         bound = m * np.maximum(work / ranks, layers.max() + 2 * hand)
         travel = work
         if layout.definition.splits_backward:
-            # What comes before a rank is forward passes alone: of each stage's work at least this part.
+            # Only forward passes precede a rank's work: at least this part of the work of each stage.
             real = layers > 0
             part = min([0.5, *(passes[0][real] / layers[real]).tolist()])
             travel = passes[:2].sum() + 2 * hand * stages
@@ -283,8 +260,8 @@ class Space:
         return min(cluster.within.seconds(count), cluster.between.seconds(count))
 
 
-def near_seconds(layout: Layout, table: StageTable, links: Vector, averaging: Vector) -> float:
-    """Seconds of a step at least, with the cuts known."""
+def least_seconds_of(layout: Layout, table: StageTable, links: Vector, averaging: Vector) -> float:
+    """A lower bound of the seconds of a step with these stages; tighter than `Space.least_seconds`."""
     n, m = layout.ranks, layout.microbatches
     work = table.work(layout.checkpoint, layout.splits_backward)
     own = work.reshape(layout.per_rank, n).sum(axis=0)
@@ -292,36 +269,27 @@ def near_seconds(layout: Layout, table: StageTable, links: Vector, averaging: Ve
     back = work[:n] - forward
     split = layout.definition.splits_backward
     if split:
-        back = np.zeros(n)  # weight gradients may run while the others' gradients travel
+        back = np.zeros(n)  # weight gradients may run while other ranks send theirs
     wires = links[: n - 1] * (1 if split else 2)
     before = np.concatenate([[0.0], np.cumsum((forward + back)[:-1] + wires)])
     travel = float((table.seconds[:2] + table.handover).sum() + 2 * links.sum())
     return max(float((before + m * own).max() + averaging.min()), float((m * own + averaging).max()), travel)
 
 
-def near_memory(layout: Layout, table: StageTable, weight_copies: int) -> Vector:
-    """Bytes of each rank at least, with the cuts known."""
+def least_memory_of(layout: Layout, table: StageTable, weight_copies: int) -> Vector:
+    """A lower bound of the bytes on each rank with these stages; tighter than `Space.least_memory`."""
     held = table.weights * weight_copies + table.saved
     if not layout.checkpoint and layout.per_rank == 1:
-        # The first rank's own order says how many micro-batches wait there; it takes no other rank to know.
-        held[0] += table.saved[0] * (_held_first(layout.definition, layout.ranks, layout.microbatches) - 1)
+        # The first rank holds as many micro-batches as its order has forward passes at the start.
+        assert layout.definition.order is not None
+        slots = layout.definition.order(0, layout.ranks, layout.microbatches, 1)
+        held[0] += table.saved[0] * (sum(1 for _ in takewhile(lambda s: s.action is FORWARD, slots)) - 1)
     by_rank: Vector = held.reshape(layout.per_rank, layout.ranks).sum(axis=0)
     return by_rank
 
 
-def _held_first(definition: Definition, ranks: int, microbatches: int) -> int:
-    """The forward passes that the first rank runs before anything else."""
-    assert definition.order is not None
-    count = 0
-    for slot in definition.order(0, ranks, microbatches, 1):
-        if slot.action is not FORWARD:
-            break
-        count += 1
-    return count
-
-
 def divisors(number: int) -> list[int]:
-    """What divides a number, least first.
+    """The divisors of a number, in order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

@@ -1,4 +1,4 @@
-"""What a model does that no graph shows: it decides by chance, counts its calls, or averages over tokens."""
+"""Behaviour of a model that its graph does not show: random decisions, counted calls, means over tokens."""
 
 from __future__ import annotations
 
@@ -16,66 +16,67 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from intarsia.capture.protect import kept_random_state
 from intarsia.errors import CaptureError
+from intarsia.lower.purity import bound_arguments
 from intarsia.pipeline.gpipe.effects import trial
 
 _DRAWS = {torch.rand, torch.rand_like, torch.Tensor.uniform_}
-_ENDS = (0.0, 1.0 - 2.0**-24)  # the least and the largest number that torch.rand gives
+_ENDS = (0.0, 1.0 - 2.0**-24)  # the least and the largest number that torch.rand returns
 
 
 def trace_without_chance(trace: Callable[[], fx.Graph]) -> fx.Graph:
-    """What `trace` gives; refused if another throw of the dice would give another graph.
+    """The graph of `trace`. Raises CaptureError if another random number would lead to another graph.
 
-    LayerDrop compares a random number with a probability to skip a layer. Both ends are tried: where the
-    probability is zero, both give the same graph.
+    LayerDrop compares a random number with a probability to skip a layer. The graph is traced with both ends
+    of the range. If the probability is zero, both graphs are equal.
     """
     graphs: list[fx.Graph] = []
     for end in _ENDS:
-        with _Dice(end) as dice, torch.random.fork_rng(), no_other_dice():
+        with _FixedDraws(end) as draws, torch.random.fork_rng(), no_untraced_draws():
             graphs.append(trace())
-        if not dice.thrown:
+        if not draws.drew:
             break
     if len({str(graph) for graph in graphs}) > 1:
-        raise CaptureError("which modules run is decided by random numbers, which tracing would freeze")
+        raise CaptureError("random numbers decide which modules run, which tracing would freeze")
     return graphs[0]
 
 
 def export_without_chance(export: Callable[[], ExportedProgram]) -> ExportedProgram:
-    """What `export` gives; with single random numbers known at both ends where it fails otherwise.
+    """The program of `export`. If export fails, single random numbers are replaced by constants.
 
-    Export cannot follow a comparison with a random number. Where both ends give the same program, in which
-    nothing is computed from them, the number decides nothing (LayerDrop with a probability of zero). It is
-    drawn all the same, so that later draws are those of the model.
+    Export cannot trace a comparison with a random number. If both ends of its range lead to the same program,
+    and the program computes nothing from it, the number has no effect (LayerDrop with a probability of zero).
+    The number is still drawn, so that later draws are equal to those of the model.
     """
     try:
-        with no_other_dice():
+        with no_untraced_draws():
             return export()
     except CaptureError:
         raise
     except Exception as error:
-        if "data-dependent" not in str(error):  # no comparison with a number is in the way
+        if "data-dependent" not in str(error):  # the cause is no comparison with a number
             raise
         programs: list[ExportedProgram] = []
         for end in _ENDS:
             try:
-                with _KnownDice(end) as dice, torch.random.fork_rng(), no_other_dice():
+                with _ConstantDraws(end) as draws, torch.random.fork_rng(), no_untraced_draws():
                     programs.append(export())
             except CaptureError:
                 raise
-            except Exception:  # something else is in the way too
+            except Exception:  # there is another cause too
                 raise error from None
-            if not dice.thrown:
+            if not draws.drew:
                 return programs[0]
-        if not _nothing_depends(*programs):
+        if not _are_independent(*programs):
             raise error
         return programs[0]
 
 
-class _Dice(TorchFunctionMode):
-    """Every uniform random number is drawn, and becomes `value`."""
+class _FixedDraws(TorchFunctionMode):
+    """Draws every uniform random number, and replaces it by `value`."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.value, self.thrown = value, False
+        self.value, self.drew = value, False
 
     def __torch_function__(
         self,
@@ -85,25 +86,25 @@ class _Dice(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         drawn = func(*args, **(kwargs or {}))
-        return self._settled(drawn) if func in _DRAWS and isinstance(drawn, torch.Tensor) else drawn
+        return self._replaced(drawn) if func in _DRAWS and isinstance(drawn, torch.Tensor) else drawn
 
-    def _settled(self, drawn: torch.Tensor) -> torch.Tensor:
-        self.thrown = True
+    def _replaced(self, drawn: torch.Tensor) -> torch.Tensor:
+        self.drew = True
         return drawn.fill_(self.value)
 
 
-class _KnownDice(_Dice):
-    """In place of a single random number `value` itself is given, which export then knows."""
+class _ConstantDraws(_FixedDraws):
+    """Replaces every single random number by a constant, which export can compare."""
 
-    def _settled(self, drawn: torch.Tensor) -> torch.Tensor:
+    def _replaced(self, drawn: torch.Tensor) -> torch.Tensor:
         if drawn.ndim:
             return drawn
-        self.thrown = True
+        self.drew = True
         return torch.tensor(self.value, dtype=drawn.dtype)
 
 
-def _nothing_depends(one: ExportedProgram, other: ExportedProgram) -> bool:
-    """Whether two programs are the same, and compute nothing from the constants in which they differ."""
+def _are_independent(one: ExportedProgram, other: ExportedProgram) -> bool:
+    """Whether two programs are equal, and compute nothing from the constants in which they differ."""
     if str(one.graph) != str(other.graph):
         return False
     differing = {
@@ -112,34 +113,34 @@ def _nothing_depends(one: ExportedProgram, other: ExportedProgram) -> bool:
         if isinstance(constant, torch.Tensor) and not torch.equal(constant, other.constants[name])
     }
     specs = one.graph_signature.input_specs
-    holders = [node for node in one.graph.nodes if node.op == "placeholder"]
-    dice = [n for n, spec in zip(holders, specs, strict=True) if spec.target in differing]
-    # A change in place that nothing else sees goes with the rest.
-    private = set(dice)
+    placeholders = one.graph.find_nodes(op="placeholder")
+    draws = [n for n, spec in zip(placeholders, specs, strict=True) if spec.target in differing]
+    # In-place changes of nodes that only depend on the draws are erased too.
+    private = set(draws)
     for node in one.graph.nodes:
         if node.all_input_nodes and private.issuperset(node.all_input_nodes):
             private.add(node)
     for node in reversed(one.graph.nodes):
         if node.op == "call_function" and not node.users and (node in private or not node.is_impure()):
             one.graph.erase_node(node)
-    return not any(node.users for node in dice)
+    return not any(node.users for node in draws)
 
 
 @contextmanager
-def no_other_dice() -> Iterator[None]:
-    """Refuse what draws numbers of Python or NumPy, or sets torch's generator; put their state back."""
+def no_untraced_draws() -> Iterator[None]:
+    """Raise CaptureError for draws with Python or NumPy, or a set generator of torch; restore all states."""
     numpy = sys.modules.get("numpy")
     before, seed = random.getstate(), torch.initial_seed()
     array = None if numpy is None else numpy.random.get_state()
     set_state = torch.set_rng_state
-    put_back: list[torch.Tensor] = []
+    new_states: list[torch.Tensor] = []
 
-    def noticed(new_state: torch.Tensor) -> None:
-        put_back.append(new_state)
+    def recording(new_state: torch.Tensor) -> None:
+        new_states.append(new_state)
         set_state(new_state)
 
     with kept_random_state():
-        torch.set_rng_state = noticed  # what `fork_rng` calls at its end
+        torch.set_rng_state = recording  # `fork_rng` calls it at its end
         try:
             yield
             drew = random.getstate() != before
@@ -150,7 +151,7 @@ def no_other_dice() -> Iterator[None]:
             torch.set_rng_state = set_state
     if reseeded:
         raise CaptureError("it calls torch.manual_seed, which tracing would omit")
-    if put_back:
+    if new_states:
         raise CaptureError("it restores torch's generator (fork_rng), which tracing would omit")
     if drew:
         raise CaptureError("it draws random numbers in Python, which tracing would freeze")
@@ -158,22 +159,22 @@ def no_other_dice() -> Iterator[None]:
 
 Result = TypeVar("Result")
 _Numbers = dict[tuple[nn.Module, str], Any]
-_OF_TORCH = frozenset(vars(nn.Module()))
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def trace_without_counters(
     trace: Callable[[], Result], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Result:
-    """What `trace` gives; refused if it changed a number that another call of the model changes again.
+    """The result of `trace`. Raises CaptureError if the model changes a number at every call.
 
-    What is set once, when a model is first called, is as good as a constant.
+    A number that only the first call sets is as good as a constant.
     """
-    with _put_back(model) as before, _at_its_end(model) as ends:
+    with _restored(model) as before, _numbers_after_calls(model) as ends:
         result = trace()
         ends.append(_numbers(model))
     changed = {key for after in ends for key in after if after[key] != before.get(key)}
     if changed:
-        with _put_back(model), trial(model), torch.no_grad():
+        with _restored(model), trial(model), torch.no_grad():
             model(*args, **kwargs)
             once = _numbers(model)
             model(*args, **kwargs)
@@ -187,18 +188,18 @@ def trace_without_counters(
 
 
 def _numbers(model: nn.Module) -> _Numbers:
-    """The numbers and words that modules keep as attributes."""
+    """The numbers and strings among the attributes of modules."""
     return {
         (module, name): value
         for module in model.modules()
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and name not in _OF_TORCH
+        if isinstance(value, bool | int | float | str) and name not in _TORCH_ATTRIBUTES
     }
 
 
 @contextmanager
-def _put_back(model: nn.Module) -> Iterator[_Numbers]:
-    """Gives the numbers as they are, which they are again afterwards."""
+def _restored(model: nn.Module) -> Iterator[_Numbers]:
+    """The present numbers, which are restored at the end."""
     before = _numbers(model)
     try:
         yield before
@@ -208,8 +209,8 @@ def _put_back(model: nn.Module) -> Iterator[_Numbers]:
 
 
 @contextmanager
-def _at_its_end(model: nn.Module) -> Iterator[list[_Numbers]]:
-    """Gives a list; a call adds the numbers at its end, since export puts them back before it returns."""
+def _numbers_after_calls(model: nn.Module) -> Iterator[list[_Numbers]]:
+    """A list to which each call adds its numbers at its end: export restores them before it returns."""
     ends: list[_Numbers] = []
     hook = model.register_forward_hook(lambda *_: ends.append(_numbers(model)))
     try:
@@ -223,11 +224,11 @@ _MEANS = {
     *(_ATEN.cross_entropy_loss, _ATEN.nll_loss, _ATEN.nll_loss_nd, _ATEN.nll_loss2d),
     *(_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward),
 }
-_MEAN = 1  # how aten writes reduction="mean"
+_MEAN = 1  # reduction="mean" in aten
 
 
 class TokenMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether a mean of negative log likelihoods is computed while it is active.
+    """Records whether a mean of negative log likelihoods is computed while it is active.
 
     >>> with TokenMeans() as seen:
     ...     _ = torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
@@ -251,15 +252,14 @@ class TokenMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def mean_inside(stage: nn.Module) -> str | None:
-    """The node of a stage that computes a mean over tokens itself, if there is one."""
+    """The node of a stage that computes a mean over tokens, if there is one."""
     program = getattr(stage, "program", None)
     if not isinstance(program, fx.GraphModule):
-        return getattr(stage, "mean_node", None)  # of modules: what the example showed
+        return getattr(stage, "mean_node", None)  # recorded when the example ran through the modules
     return next((n.name for n in program.graph.nodes if _is_token_mean(n.target, n.args, n.kwargs)), None)
 
 
 def _is_token_mean(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if getattr(operator, "overloadpacket", None) not in _MEANS:
         return False
-    arguments = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | dict(kwargs)
-    return bool(arguments.get("reduction", _MEAN) == _MEAN)
+    return bool(bound_arguments(operator, args, kwargs).get("reduction", _MEAN) == _MEAN)

@@ -1,4 +1,4 @@
-"""Stages given to the engines: an inference pipeline of compiled parts."""
+"""Stages that engines run: an inference pipeline of compiled parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from intarsia.pipeline.stages.tree_stage import TreeStage
 
 
 class CompiledStage(nn.Module):
-    """A stage run by engines; its values keep their order, and always come as a tuple."""
+    """A stage that engines run. It returns a tuple."""
 
     def __init__(self, program: nn.Module, stage: nn.Module) -> None:
         super().__init__()
@@ -28,27 +28,26 @@ class CompiledStage(nn.Module):
             self.input_names, self.output_names = stage.input_names, stage.output_names
             self.answer = stage.answer
 
-    form: StageForm | None  # what the stage takes and gives, where it was cut out of a graph
-    # The same where it was cut along the module tree: see TreeStage.
+    form: StageForm | None  # of a stage cut by the graph
+    # Of a stage cut along modules: see TreeStage.
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
     answer: tuple[Any, ...] | None = None
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
-        """The next border's values."""
-        answer = self.program(*values)
-        return tuple(answer) if isinstance(answer, tuple | list) else (answer,)
+        """The values of the border after the stage."""
+        outputs = self.program(*values)
+        return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
 
 def compile_stages(
     stages: StageSequence, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> list[nn.Module]:
-    """Compile every stage with the values that reach it from an example call."""
+    """The stages, each compiled with the values that reach it from an example call."""
     from intarsia.compiler.entry import compile_with
     from intarsia.options import CompileOptions
 
     checked = CompileOptions.checked(options, "compile")
-
     stages.check_memory()
     values: Sequence[Any] = stages.signature.flatten(args, kwargs)
     stages.signature.lengths(values)
@@ -68,7 +67,7 @@ def compile_stages(
 
 
 def _one_sample_more(stages: StageSequence, values: Sequence[Any]) -> list[Sequence[Any]]:
-    """What each stage of modules takes if the batch has one sample more; empty for stages of graphs."""
+    """The inputs of each stage for a batch with one more sample; empty if all stages are cut by the graph."""
     if all(isinstance(stage, Stage) for stage in stages):
         return []
     signature = stages.signature
@@ -84,7 +83,7 @@ def _one_sample_more(stages: StageSequence, values: Sequence[Any]) -> list[Seque
 
 
 def _grown_sizes(values: Sequence[Any], more: Sequence[Any]) -> Any:
-    """The sizes that differ with one sample more, as `torch.export` takes them; None where none does."""
+    """The sizes that change with one more sample, in the form of `torch.export`; None if none does."""
     shapes = [
         {i: Dim.AUTO for i in range(a.ndim) if a.shape[i] != b.shape[i]}
         for a, b in zip(values, more, strict=True)
@@ -93,7 +92,7 @@ def _grown_sizes(values: Sequence[Any], more: Sequence[Any]) -> Any:
 
 
 def _open_sizes(form: StageForm, signature: CallSignature) -> Any:
-    """The sizes that the capture left open, as `torch.export` takes them; None where all are fixed."""
+    """The dynamic sizes of the captured graph, in the form of `torch.export`; None if all are fixed."""
     dims: dict[str, Any] = {}
     for name, (low, high) in signature.ranges.items():
         if name.isidentifier():

@@ -1,7 +1,7 @@
-"""Where to cut a line of nodes: the best balance first, then the fewest bytes across.
+"""The choice of cuts in a line of nodes: the best balance first, then the fewest bytes that cross.
 
-With a slack of 10 % in the balance, cuts were 90 % balanced where 99 % were possible, and every step pays for
-that. 2 % is the resolution of measured costs.
+With a slack of 10 % in the balance, cuts were 90 % balanced although 99 % was possible, which slows every
+step. The default of 2 % is the resolution of measured costs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def choose_cuts(
     memory: Sequence[float] | None = None,
     caps: Sequence[float] | None = None,
 ) -> list[int]:
-    """The cut positions that minimise the heaviest stage, and among those within `slack` of it the bytes.
+    """The cuts with the fewest crossing bytes, among those within `slack` of the lightest heaviest stage.
 
-    `weights[i]` is what node `i` costs; `crossing[c]` what crosses at a cut before node `c`; `speeds` divides
-    a stage's weight by its device's speed; `memory` and `caps` keep the sum over a stage below its cap.
+    `weights[i]` is the cost of node `i`; `crossing[c]` the bytes that cross a cut before node `c`. A stage's
+    weight is divided by its speed in `speeds`. The sum of `memory` over a stage is at most its cap in `caps`.
 
     >>> choose_cuts([1, 1, 1, 1], [0, 9, 1, 9, 0], [1, 2, 3], 2)
     [2]
@@ -42,7 +42,7 @@ def choose_cuts(
     places = cheapest_places(allowed, line.weight, crossing, max(_CANDIDATES, 4 * stages))
     bounds = [0, *places, len(weights)]
     best = _bottleneck(line, bounds, stages)
-    # A hair more than the slack: sums taken in another order differ in the last bits.
+    # Slightly more than the slack, since sums in another order differ in the last bits.
     return _fewest_bytes(line, bounds, crossing, stages, best * (1 + slack + 1e-9))
 
 
@@ -67,18 +67,17 @@ class _Line:
             )
 
     def load(self, stage: int, first: int, last: int) -> float:
-        """The weight of a stretch on a stage; infinite where its memory does not fit."""
-        if self.caps is not None and self.memory is not None:
-            taken = self.memory[last] - self.memory[first]
-            if taken > self.caps[stage]:
-                return float("inf")
+        """The weight of a stretch on a stage; infinite if the memory does not fit."""
+        caps, memory = self.caps, self.memory
+        if caps is not None and memory is not None and memory[last] - memory[first] > caps[stage]:
+            return float("inf")
         return (self.weight[last] - self.weight[first]) / self.speeds[stage]
 
 
 def cheapest_places(
     places: Sequence[int], sums: Sequence[float], crossing: Sequence[float], most: int
 ) -> list[int]:
-    """At most about `most` of these places: the cheapest to cut at in each stretch of equal weight.
+    """About `most` of these places: the cheapest cut in each stretch of equal weight.
 
     `sums[i]` is the weight before place `i`.
     """
@@ -114,11 +113,11 @@ def _bottleneck(line: _Line, bounds: Sequence[int], stages: int) -> float:
 def _fewest_bytes(
     line: _Line, bounds: Sequence[int], crossing: Sequence[float], stages: int, cap: float
 ) -> list[int]:
-    """The cuts with the least sum of crossing bytes among those whose stages all weigh at most `cap`."""
+    """The cuts with the fewest crossing bytes among those with stages of at most `cap`."""
     size = len(bounds)
     infinite = float("inf")
     best = [0.0 if j and line.load(0, 0, b) <= cap else infinite for j, b in enumerate(bounds)]
-    came: list[list[int]] = []
+    sources: list[list[int]] = []
     for stage in range(1, stages):
         following, source = [infinite] * size, [0] * size
         for j in range(stage + 1, size):
@@ -129,9 +128,9 @@ def _fewest_bytes(
                 if value < following[j]:
                     following[j], source[j] = value, i
         best = following
-        came.append(source)
+        sources.append(source)
     cuts, j = [], size - 1
-    for source in reversed(came):
+    for source in reversed(sources):
         j = source[j]
         cuts.append(bounds[j])
     return cuts[::-1]

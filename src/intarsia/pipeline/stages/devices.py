@@ -1,4 +1,4 @@
-"""Devices written into a graph, put in place of one another, and models that are on the meta device."""
+"""Replacement of the devices in a graph, and models on the meta device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ META = torch.device("meta")
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A node's arguments with every device in them replaced, in the bodies of higher-order operators too.
+    """A node's arguments with every device replaced, also in the bodies of higher-order operators.
 
     >>> on_device({"dtype": torch.int64, "device": META}, torch.device("cpu"))
     {'dtype': torch.int64, 'device': device(type='cpu')}
@@ -36,7 +36,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def retarget(program: nn.Module, device: torch.device) -> None:
-    """Let what a graph creates (by `arange`, `zeros`) be created on `device`."""
+    """Make a graph create its tensors (by `arange`, `zeros`) on `device`."""
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
@@ -46,7 +46,7 @@ def retarget(program: nn.Module, device: torch.device) -> None:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether the model's parameters have shapes and no memory; refuses one that is half so."""
+    """Whether the model's parameters are on the meta device. Raises CaptureError if only some are."""
     meta = [name for name, p in model.named_parameters() if p.is_meta]
     real = [name for name, p in model.named_parameters() if not p.is_meta]
     if meta and real:
@@ -57,31 +57,31 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def to_meta(example: Any) -> Any:
-    """An example call, or the states of a graph, without memory; parameters stay parameters."""
-    return pytree.tree_map_only(torch.Tensor, _emptied, example)
+    """An example call, or the states of a graph, on the meta device; parameters stay parameters."""
+    return pytree.tree_map_only(torch.Tensor, _meta_tensor, example)
 
 
 @contextmanager
 def buffers_on_meta(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Put a model's real buffers onto the meta device, beside its parameters, for as long as this lasts.
+    """Move a model's real buffers to the meta device for a while. Yields their values by name.
 
-    Gives the buffers' values by name: a model on meta whose rotary tables were computed keeps them this way.
+    A model on the meta device may have computed buffers, such as rotary tables: their values are kept.
     """
     values = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not b.is_meta}
-    held = [(m, dict(m._buffers)) for m in model.modules()]
-    known: dict[int, torch.Tensor] = {}
-    for module, buffers in held:
+    before = [(m, dict(m._buffers)) for m in model.modules()]
+    moved: dict[int, torch.Tensor] = {}
+    for module, buffers in before:
         for name, buffer in buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = known.setdefault(id(buffer), buffer.to(META))
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(META))
     try:
         yield values
     finally:
-        for module, buffers in held:
+        for module, buffers in before:
             module._buffers.update(buffers)
 
 
-def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+def _meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         return tensor
     if isinstance(tensor, nn.Parameter):
@@ -90,11 +90,11 @@ def _emptied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The values of unsaved buffers on the meta device, where the model itself knows how to make them.
+    """The values of non-persistent buffers on the meta device, if the model can compute them.
 
-    Models of Hugging Face do: `_init_weights`, which their `from_pretrained` calls for the same purpose,
-    fills the buffers of one module. It is called twice on memory with different contents: what comes out
-    equal was computed from nothing but the model's configuration. Other buffers are left out.
+    `_init_weights` of Hugging Face models fills the buffers of a module; `from_pretrained` calls it for the
+    same purpose. It runs twice, on memory with different contents. If the results are equal, they depend only
+    on the model's configuration. Other buffers are not in the result.
     """
     fill = getattr(model, "_init_weights", None)
     values: dict[str, Tensor] = {}
@@ -117,7 +117,7 @@ def _is_meta(buffer: Tensor | None) -> bool:
 
 
 def _filled(fill: Any, module: nn.Module, names: list[str], start: int) -> dict[str, Tensor]:
-    """The module's buffers after `fill`, which works on a twin of it: only its buffers have memory."""
+    """The module's buffers after `fill` on a copy of the module, in which only these buffers have memory."""
     twin = copy.copy(module)
     twin._buffers = dict(module._buffers)
     for name in names:

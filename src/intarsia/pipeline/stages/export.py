@@ -1,7 +1,7 @@
-"""Export of a model to be cut: in its own mode, with the batch open, and buffers written early.
+"""Export of a model that will be cut: in its present mode, with a dynamic batch, and buffers written early.
 
-Export writes `self.n = ...` at the end of the graph as a `copy_`. Moved up to where the value is made, it no
-longer forbids every cut.
+Export puts a `copy_` for `self.n = ...` at the end of the graph, which would forbid every cut. So it is moved
+up to the node that computes the value.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ _FILE = torch.utils.checkpoint.__file__
 
 @contextmanager
 def checkpointed_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Gives a list, of the outermost modules that are called inside `torch.utils.checkpoint`, by name.
+    """A list to which calls add the names of the outermost modules inside `torch.utils.checkpoint`.
 
-    What a checkpoint computes beside calls of modules has no name, and is not noticed. Meanwhile reentrant
-    checkpoints compute as if there were none: they run without gradients, which export would take for the
-    model's wish.
+    Operations in a checkpoint that are in no module are not recorded. Reentrant checkpoints are disabled:
+    they run without gradients, and export would trace that.
     """
     names: list[str] = []
 
@@ -57,11 +56,11 @@ def checkpointed_modules(model: nn.Module) -> Iterator[list[str]]:
 
 
 class _Transparent:
-    """What `torch.utils.checkpoint` calls when it is reentrant; a test notices if that changes."""
+    """Replaces the function that reentrant `torch.utils.checkpoint` calls; a test checks that it does."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """The function's answer."""
+        """The function's result."""
         return function(*args)
 
 
@@ -74,22 +73,19 @@ def _inside(frame: FrameType | None) -> bool:
     return False
 
 
-# Guards that hold device and dtype of the example: the signature's own check takes their place.
+# Guards for device and dtype of the example; the signature checks these instead.
 _GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
 
-# What `vmap` leaves in a graph: batched tensors between a beginning and an end (torch 2.11 to 2.13).
+# The module of operators that `vmap` leaves in a graph (torch 2.11 to 2.13).
 _VMAP = "torch._functorch.predispatch"
 
 
 def export_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes, dynamic_shapes: Any
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """The model as `torch.export` sees it, with the batch or the sizes of `dynamic_shapes` left open.
-
-    And the modules that it computes again in its backward pass.
-    """
+    """The exported model, with a dynamic batch or `dynamic_shapes`; and the modules that it checkpoints."""
     shapes = _open_batch(model, args, kwargs, axes) if dynamic_shapes is None else dynamic_shapes
-    # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
+    # If the model fixes the batch length, it is exported with that length.
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
             with (
@@ -106,7 +102,7 @@ def export_model(
             reason = error
             continue
         if any(getattr(node.target, "__module__", "") == _VMAP for node in program.graph.nodes):
-            raise CaptureError("it calls torch.vmap, whose operators run neither one by one nor in parts")
+            raise CaptureError("it calls torch.vmap, whose operators cannot run one by one or in parts")
         _drop_guards(program.graph_module)
         _write_buffers_early(program.graph)
         return program, tuple(dict.fromkeys(names))
@@ -117,14 +113,14 @@ def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
     is_open = False
     for tensor, axis in zip(pytree.tree_leaves((args, kwargs)), axes, strict=False):
-        if axis is not None and tensor.shape[axis] > 1:  # a length of one is always taken as fixed
+        if axis is not None and tensor.shape[axis] > 1:  # export always fixes a length of one
             shapes[tensor] = {axis: Dim.AUTO}
             is_open = True
     return shapes.dynamic_shapes(model, args, kwargs) if is_open else None  # type: ignore[no-untyped-call]
 
 
 def _drop_guards(module: fx.GraphModule) -> None:
-    """In the graph, and in those inside it: a model may switch autocast off for a while."""
+    """Erase guards in the graph and in the graphs inside it (such as a part without autocast)."""
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
             for node in list(inner.graph.nodes):
@@ -134,10 +130,10 @@ def _drop_guards(module: fx.GraphModule) -> None:
 
 
 def _write_buffers_early(graph: fx.Graph) -> None:
-    """Let a buffer be written as early as it can be.
+    """Move writes of buffers as early as possible.
 
-    Export writes a buffer that the model assigned at the very end, with `copy_`; every cut before would
-    separate it from the nodes that read it.
+    Export writes an assigned buffer by a `copy_` at the end of the graph. Every cut would separate it from
+    the nodes that read the buffer.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):

@@ -1,4 +1,4 @@
-"""Cut stages in one process, each with a worker of its own, micro-batches flowing through them."""
+"""Cut stages in one process, each with a worker of its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from intarsia.pipeline.stages.tied import Borrowed, place_stages
 
 
 class Pipelined(StageSequence):
-    """Stages run by `GPipe`: called as the model is, on whole batches, with the same answer.
+    """Stages that `GPipe` runs. Call it like the model, with whole batches; it returns the same outputs.
 
-    Every output must have the batch in front, since it is joined from micro-batches. A loss is computed from
-    the joined outputs, outside.
+    Every output must have a batch dimension, since outputs are joined from micro-batches. Compute a loss from
+    the joined outputs.
     """
 
     def __init__(self, stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> None:
@@ -45,21 +45,21 @@ class Pipelined(StageSequence):
         )
         line = nn.Sequential(*steps).train(stages.training)
         engine = GPipe(line, [1] * len(steps), devices=devices, chunks=chunks, **rest)
-        # Not registered: it holds the same stages, and the names belong to the plain model.
+        # Not registered: it has the same stages, and `state_dict` has the plain model's names.
         object.__setattr__(self, "engine", engine)
         self.chunks = chunks
 
     engine: GPipe
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's answer, computed micro-batch by micro-batch."""
+        """The model's outputs, computed in micro-batches."""
         tensors: Sequence[torch.Tensor] = self.signature.flatten(args, kwargs)
         axes = [self.signature.axis(s) for s in self.signature.tensors]
         samples = next((t.shape[axis] for t, axis in zip(tensors, axes, strict=True) if axis is not None), 1)
         missing = self.signature.least - samples
-        if samples and missing > 0 and self._may_fill:
+        if samples and missing > 0 and self._may_pad:
             tensors = [longer(t, axis, missing) for t, axis in zip(tensors, axes, strict=True)]
-        size = samples + max(0, missing) if self._may_fill and samples else samples
+        size = samples + max(0, missing) if self._may_pad and samples else samples
         sizes = chunk_sizes(size, self.chunks, self.signature.least)
         self._check_lengths(tensors, sizes)
         parts = [
@@ -86,8 +86,8 @@ class Pipelined(StageSequence):
         return self
 
     @property
-    def _may_fill(self) -> bool:
-        """Whether copies of a sample may fill up a batch that is too short; statistics would count them."""
+    def _may_pad(self) -> bool:
+        """Whether a short batch may be padded with copies of a sample; statistics would count the copies."""
         writes = any(isinstance(s, Stage) and s.form.states.keys() & s.form.written for s in self)
         outputs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
         return not writes and all(map(self.signature.splits, outputs))
@@ -106,7 +106,7 @@ class Pipelined(StageSequence):
 
 
 def chunk_sizes(samples: int, chunks: int, least: int) -> list[int]:
-    """The samples of each micro-batch: as `torch.chunk` cuts, or evenly where its last part is too short.
+    """The samples of each micro-batch, as in `torch.chunk`, or in even parts if its last part is too short.
 
     >>> chunk_sizes(5, 2, 2), chunk_sizes(5, 4, 2), chunk_sizes(7, 3, 2), chunk_sizes(5, 4, 0)
     ([3, 2], [3, 2], [3, 2, 2], [2, 2, 1])
@@ -122,13 +122,13 @@ def chunk_sizes(samples: int, chunks: int, least: int) -> list[int]:
 
 
 class _Spread(nn.Module):
-    """A stage as a layer: one tuple in, one tuple out, with the batch in front.
+    """A stage as a layer: it takes and returns one tuple of tensors with the batch in front.
 
-    `entering` says of each input where the stage wants the batch; a tensor that every micro-batch gets whole
-    comes with a dimension in front, which is taken off. `leaving` says where the stage's results have it.
+    `entering` is the batch axis of each of the stage's inputs; None for a tensor that is not divided, which
+    arrives with an extra dimension in front. `leaving` is the batch axis of each of the stage's outputs.
     """
 
-    keys_draws = True  # of the stage: its nodes, or its modules
+    keys_draws = True  # the stage's nodes or modules draw by keys of their own
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -138,14 +138,14 @@ class _Spread(nn.Module):
         self.training = stage.training
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The stage's answer to the values of one micro-batch."""
+        """The stage's outputs for one micro-batch."""
         if self.entering:
             pairs = zip(values, self.entering, strict=True)
             values = tuple(v[0] if axis is None else v.movedim(0, axis) if axis else v for v, axis in pairs)
-        answer: tuple[Any, ...] = self.stage(*values)
+        outputs: tuple[Any, ...] = self.stage(*values)
         if any(self.leaving):
-            answer = tuple(v.movedim(a, 0) for v, a in zip(answer, self.leaving, strict=True))
-        return answer
+            outputs = tuple(v.movedim(a, 0) for v, a in zip(outputs, self.leaving, strict=True))
+        return outputs
 
 
 def _axis(signature: CallSignature, spec: TensorSpec) -> int | None:
@@ -162,5 +162,5 @@ def _check(stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> No
         if isinstance(spec, TensorSpec) and not stages.signature.splits(spec):
             raise PartitionError(
                 f"output {spec} has no batch dimension in front, so micro-batches cannot be"
-                " joined; return the values that it is computed from"
+                " joined; return the tensors from which it is computed"
             )

@@ -1,7 +1,7 @@
-"""What each node of a graph costs: seconds forward and backward, and bytes kept for backward.
+"""The cost of each node of a graph: seconds forward and backward, and bytes saved for backward.
 
-Where the seconds come from is a `CostSource`: nodes measured on the model's own values, measured on made-up
-ones where the model has no memory, or computed for a described device.
+A `CostSource` provides the seconds. Nodes are measured on the model's own values, or on random values if the
+model has no memory, or their times are computed for a described device.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from intarsia.pipeline.stages.stopwatch import costs_in_step, measure_apart, mea
 from intarsia.pipeline.stages.trace import Trace
 
 Progress = Callable[[int, int], None]
-_PASSES = 2  # over the graph, each node timed in both
+_PASSES = 2  # passes over the graph; each times every node
 
 
 class CostSource(Protocol):
-    """Where the seconds of a node come from; printed, what a report says of it."""
+    """A source of the seconds of nodes. `str` describes it in reports."""
 
-    real: bool  # whether the model's values are used; the graph runs on the meta device otherwise
+    real: bool  # whether it uses the model's values; if not, the graph runs on the meta device
 
     def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int, apart: bool) -> Cost:
-        """The cost of one node, from its target and arguments; `apart`: with a price of two parts."""
+        """The cost of one node, from its target and arguments. `apart` also sets `Cost.apart`."""
         ...
 
 
 class Measured:
-    """Nodes are measured on the model's own values."""
+    """Measures nodes on the model's own values."""
 
     real = True
 
     def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int, apart: bool) -> Cost:
-        """The least of `repeats` runs; two parts are measured on the whole graph."""
+        """The least of `repeats` runs. `Cost.apart` is measured later, on the whole graph."""
         return measure_node(target, args, kwargs, repeats)
 
     def __str__(self) -> str:
@@ -53,9 +53,9 @@ class Measured:
 
 
 class MadeUp:
-    """Nodes are measured on real memory with made-up values, which is given back after each.
+    """Measures each node on random values, whose memory is then freed.
 
-    Floats are drawn between 0 and 1 and whole numbers are zero, which is an index of any table.
+    Floats are between 0 and 1. Integers are zero, which is a valid index of any table.
     """
 
     real = False
@@ -78,12 +78,12 @@ class MadeUp:
             ) from error
 
     def __str__(self) -> str:
-        return f"each node measured on {self.device} with made-up values"
+        return f"each node measured on {self.device} with random values"
 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What a device computes and moves in a second, for costs that are computed; only the ratio balances."""
+    """Operations and bytes per second of a device, for computed costs. Only the ratio changes the balance."""
 
     flops: float = 1e12
     bytes: float = 1e11
@@ -93,12 +93,12 @@ class DeviceSpeed:
         return f"computed for {self.flops / 1e12:g} TFLOP/s and {self.bytes / 1e9:g} GB/s"
 
     def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int, apart: bool) -> Cost:
-        """By count: floating point operations, by torch's counter, and the bytes read and written."""
+        """The cost from the floating-point operations, by torch's counter, and the bytes read and written."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         fresh = [_leaf(v) if isinstance(v, Tensor) else v for v in leaves]
         again, options = on_device(pytree.tree_unflatten(fresh, spec), META)
         grown = [v for v in fresh if isinstance(v, Tensor) and v.requires_grad]
-        # What works in place may not change a leaf; what autograd sees is one step behind it.
+        # Autograd refuses in-place changes of leaves, so the node gets views of them.
         with FlopCounterMode(display=False) as forward, torch.enable_grad():
             seen, seen_options = pytree.tree_map_only(Tensor, _behind, (again, options))
             value = target(*seen, **seen_options)
@@ -115,7 +115,7 @@ class DeviceSpeed:
             ahead,
             through / self.flops + moved if others else 0.0,
             onto / self.flops + _bytes(weights) / self.bytes + (0.0 if others else moved),
-            # Computed apart, both gradients read what the node keeps.
+            # Computed separately, both gradients read what the node saved.
             apart=moved if others and weights else 0.0,
         )
 
@@ -123,7 +123,7 @@ class DeviceSpeed:
 def cost_source(
     trace: Trace, costs: Literal["measured", "analytic"] | DeviceSpeed = "measured"
 ) -> CostSource:
-    """The source that a user names, for a model that may have no memory."""
+    """The source for the option `costs`; random values for a model on the meta device."""
     if isinstance(costs, DeviceSpeed):
         return costs
     if costs == "analytic":
@@ -141,13 +141,13 @@ def profile(
     source: CostSource | None = None,
     apart: bool = False,
 ) -> list[Cost]:
-    """The cost of every node at the given inputs; of equal nodes one is measured in each pass.
+    """The cost of every node for these inputs. In each pass, one of equal nodes is measured.
 
-    Each node runs alone, once to warm up and then `repeats` times, forward and backward; the least time
-    counts, of two passes over the graph: what disturbs the machine for a moment meets a node only once.
-    Then the graph runs as a step runs it, and nodes are given their part of what that takes more. With
-    `apart` a backward pass in two parts is measured too. The model's buffers and the random state are as
-    before when it returns. A source that is not real needs the graph for its shapes alone.
+    Each node runs alone, once to warm up and then `repeats` times, forward and backward. The least time of
+    two passes over the graph counts, so that a short disturbance affects only one of them. Then the graph
+    runs as in a step, and the extra time is divided among the nodes. With `apart`, a backward pass in two
+    parts is measured too. The model's buffers and the random state are restored. If the source does not use
+    the model's values, the graph runs only for its shapes.
     """
     source = source or Measured()
     runner = _Profiler(trace, repeats, _PASSES * len(trace.line.nodes), progress, source, apart)
@@ -155,8 +155,8 @@ def profile(
     with torch.random.fork_rng(devices=devices):
         with working("timing each node"):
             for _ in range(_PASSES):
-                runner.known.clear()
-                values = _placeholders(trace, tensors)
+                runner.measured.clear()
+                values = _arguments(trace, tensors)
                 runner.run(*(values if source.real else to_meta(values)))
         saved, weights = saved_bytes(trace), weight_bytes(trace)
         costs = [
@@ -164,31 +164,31 @@ def profile(
             for i, n in enumerate(trace.line.nodes)
         ]
         if not source.real:
-            return costs  # a price of two parts is the nodes' own
+            return costs  # the source has set `Cost.apart` of each node
         costs = costs_in_step(trace, tensors, costs, repeats)
         share = share_apart(trace, tensors, costs, repeats) if apart else 0.0
         return [replace(c, apart=share * c.backward) for c in costs]
 
 
 def memory_costs(trace: Trace) -> list[Cost]:
-    """The bytes of every node alone; nothing is measured."""
+    """The bytes of every node; no time is measured."""
     return [Cost(saved=s, weights=w) for s, w in zip(saved_bytes(trace), weight_bytes(trace), strict=True)]
 
 
 def saved_bytes(trace: Trace) -> list[int]:
-    """The bytes each node makes autograd keep, read from the graph alone: nothing is allocated.
+    """The bytes that autograd saves for each node, from a run on fake tensors.
 
-    A tensor that two nodes keep is counted where it is first kept; parameters are not counted.
+    A tensor that two nodes save counts for the first. Parameters do not count.
     """
     runner = _Saver(trace)
-    # Fake tensors of the example's own lengths: the capture's open lengths must not be narrowed by this run.
+    # Fake tensors with the example's lengths: this run must not add constraints to the dynamic lengths.
     with FakeTensorMode() as mode, torch.enable_grad():
         runner.run(*trace.fakes(mode, trace.signature.example))
     return [runner.saved.get(n, 0) for n in trace.line.nodes]
 
 
 def weight_bytes(trace: Trace) -> list[int]:
-    """The bytes of the states each node is the first to read."""
+    """The bytes of the states that each node is the first to read."""
     out, seen = [0] * len(trace.line.nodes), set()
     for i, node in enumerate(trace.line.nodes):
         for value in node.all_input_nodes:
@@ -200,7 +200,7 @@ def weight_bytes(trace: Trace) -> list[int]:
 
 
 class _Profiler(fx.Interpreter):
-    """Runs the graph node by node on real tensors and times each."""
+    """Runs the graph node by node, and records the cost of each node."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class _Profiler(fx.Interpreter):
         self.source, self.apart = source, apart
         self.repeats, self.count, self.progress = repeats, count, progress
         self.costs: dict[fx.Node, Cost] = {}
-        self.known: dict[Any, Cost] = {}
+        self.measured: dict[Any, Cost] = {}
         self.done = 0
 
     def run_node(self, n: fx.Node) -> Any:
@@ -225,11 +225,11 @@ class _Profiler(fx.Interpreter):
         if not self.source.real:
             args, kwargs = on_device((args, kwargs), META)
         key = _key(n, args, kwargs)
-        cost = self.known.get(key) if key is not None else None
+        cost = self.measured.get(key) if key is not None else None
         if cost is None:
             cost = self.source.cost(n.target, args, kwargs, self.repeats, self.apart)  # type: ignore[arg-type]
             if key is not None:
-                self.known[key] = cost
+                self.measured[key] = cost
         self.costs[n] = cost if n not in self.costs else _least(cost, self.costs[n])
         self.done += 1
         tell_share(self.done, self.count)
@@ -255,7 +255,7 @@ def _least(a: Cost, b: Cost) -> Cost:
 
 
 class _Saver(fx.Interpreter):
-    """Runs the graph on fake tensors and notes what autograd keeps at each node."""
+    """Runs the graph on fake tensors, and records the bytes that autograd saves for each node."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.module, graph=trace.graph)
@@ -265,10 +265,10 @@ class _Saver(fx.Interpreter):
         self.held: list[torch.Tensor] = []
 
     def run(self, *args: Any, **options: Any) -> Any:
-        # Weights are there anyway: keeping one costs nothing.
-        holders = [n for n in self.trace.graph.nodes if n.op == "placeholder"]
+        # Weights are in memory anyway, so they do not count.
+        placeholders = self.trace.graph.find_nodes(op="placeholder")
         values = list(args)
-        for i, (node, value) in enumerate(zip(holders, args, strict=True)):
+        for i, (node, value) in enumerate(zip(placeholders, args, strict=True)):
             if node in self.trace.states:
                 values[i] = value.detach().requires_grad_(self.trace.states[node].tensor.requires_grad)
                 self.seen.add(_storage(values[i]))
@@ -279,8 +279,8 @@ class _Saver(fx.Interpreter):
             key = _storage(tensor)
             if key not in self.seen:
                 self.seen.add(key)
-                self.held.append(tensor)  # alive, so that its storage is not mistaken for another
-                self.saved[n] = self.saved.get(n, 0) + tensor.numel() * tensor.element_size()
+                self.held.append(tensor)  # stays alive, so that no other tensor gets its storage
+                self.saved[n] = self.saved.get(n, 0) + tensor.nbytes
             return tensor
 
         with saved_tensors_hooks(pack, lambda t: t):
@@ -304,18 +304,14 @@ def _key(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target, spec, parts
 
 
-def _placeholders(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[Any]:
+def _arguments(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The arguments of the graph for these inputs, with copies of buffers."""
     inputs = dict(zip(trace.inputs, tensors, strict=True))
-    out: list[Any] = []
-    for node in trace.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if node in trace.states:
-            tensor = trace.states[node].tensor
-            out.append(tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone())
-        else:
-            out.append(inputs.get(node))
-    return out
+
+    def own(node: fx.Node, state: Tensor) -> Tensor:
+        return state if isinstance(state, torch.nn.Parameter) else state.detach().clone()
+
+    return trace.arguments(inputs.get, own)
 
 
 def _backward(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> int:
@@ -342,7 +338,7 @@ def _behind(value: Tensor) -> Tensor:
 def _made_up(value: Tensor, device: torch.device) -> Tensor:
     if not value.is_meta:
         return value.to(device)
-    # In the layout of the value, which may be expanded: the memory behind it, seen through its strides.
+    # The value may be expanded, so the result is a view with its strides.
     steps = zip(value.shape, value.stride(), strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in steps) if value.numel() else 0
     memory = torch.zeros(extent, dtype=value.dtype, device=device)
@@ -355,4 +351,4 @@ def _made_up(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)

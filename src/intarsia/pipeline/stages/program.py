@@ -1,4 +1,4 @@
-"""The program of a stage: its nodes draw by key, and named modules in it run again in the backward pass."""
+"""The program of a stage: its nodes draw by key, and named modules are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from intarsia.pipeline.gpipe.keyed_random import current_key, draws_of, keyed_dr
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of a node: the number of its first among all of the model, and how many it makes."""
+    """The draws of a node: the number of its first draw in the model, and their count."""
 
     number: int
     count: int
 
 
 def number_draws(graph: fx.Graph) -> dict[str, Draws]:
-    """Every node that draws, by its name; in the body of an operator (`cond`) after that of the operator."""
+    """The draws of nodes, by name. A node in the body of an operator has the operator's name as a prefix."""
     draws: dict[str, Draws] = {}
     total = 0
 
@@ -51,7 +51,7 @@ def number_draws(graph: fx.Graph) -> dict[str, Draws]:
 
 
 def keyed_program(program: nn.Module, draws: Mapping[str, Draws], prefix: str = "") -> nn.Module:
-    """A graph whose drawing nodes draw by key; the graph itself where there are none."""
+    """The graph with nodes that draw by key; the graph itself if no node draws."""
     drawing = {name.removeprefix(prefix).split("/")[0] for name in draws if name.startswith(prefix)}
     if not isinstance(program, fx.GraphModule) or drawing.isdisjoint(
         node.name for node in program.graph.nodes if node.op == "call_function"
@@ -70,19 +70,19 @@ def keyed_program(program: nn.Module, draws: Mapping[str, Draws], prefix: str = 
             bodies[target] = keyed_program(body, draws, f"{prefix}{node.name}/{i}/")
         copies[node] = copy = graph.node_copy(node, copies.__getitem__)
         own = draws.get(prefix + node.name)
-        if own is not None and node.op == "call_function":  # in a later stage it is an input of that name
+        if own is not None and node.op == "call_function":  # in a later stage, an input has the name
             copy.args = (node.target, own.number, own.count, *copy.args)
             copy.target = keyed_draw
-    held: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         str(n.target): bodies.get(str(n.target)) or operator.attrgetter(str(n.target))(program)
         for n in graph.nodes
         if n.op in ("get_attr", "call_module")
     }
-    return fx.GraphModule(held, graph)
+    return fx.GraphModule(attributes, graph)
 
 
 def module_names(program: fx.GraphModule) -> set[str]:
-    """The modules that a stage's nodes were traced in."""
+    """The names of the modules in which a stage's nodes were traced."""
     return {path for node in program.graph.nodes for path, _ in modules(node) if path}
 
 
@@ -93,13 +93,13 @@ def recomputed_program(
     names: Sequence[str],
     draws: Mapping[str, Draws],
 ) -> nn.Module:
-    """The program with the modules called `names` (or patterns, `h.*.mlp`) computed again for their gradient.
+    """The program in which modules with `names` (or patterns, `h.*.mlp`) are recomputed for their gradient.
 
-    `states` says of the program's weights and buffers whether they learn; `written` are those it changes;
-    nodes in `draws` draw by key.
+    `states` tells for the program's weights and buffers whether they need a gradient; `written` are those
+    that it changes. Nodes in `draws` draw by key.
     """
-    holders = [n for n in program.graph.nodes if n.op == "placeholder"]
-    line = training_line(program.graph, {n: states[n.name] for n in holders if n.name in states})
+    placeholders = program.graph.find_nodes(op="placeholder")
+    line = training_line(program.graph, {n: states[n.name] for n in placeholders if n.name in states})
     spans = _spans(line, names)
     if not spans:
         return keyed_program(program, draws)
@@ -107,7 +107,7 @@ def recomputed_program(
 
 
 class _RecomputedProgram(nn.Module):
-    """Pieces of a program, run in order; what `torch.utils.checkpoint` runs is between them."""
+    """The pieces of a program, in order; `torch.utils.checkpoint` runs some of them."""
 
     def __init__(
         self,
@@ -125,46 +125,46 @@ class _RecomputedProgram(nn.Module):
         begins = {first for first, _ in spans}
         self.again = [i < len(starts) and starts[i] in begins for i in range(len(pieces))]
         self.runs = nn.ModuleList(keyed_program(piece.module, draws) for piece in pieces)
-        # By name: nodes hold fake tensors, which cannot be copied.
+        # Names of nodes: nodes themselves have fake tensors, which cannot be copied.
         self.takes = [tuple(n.name for n in piece.inputs) for piece in pieces]
         self.gives = [tuple(n.name for n in piece.outputs) for piece in pieces]
         self.written = [tuple(n.name in written for n in piece.inputs) for piece in pieces]
         self.inputs = [n.name for n in program.graph.nodes if n.op == "placeholder"]
-        (results,) = next(iter(reversed(program.graph.nodes))).args
+        results: Any = program.graph.output_node().args[0]
         self.results = [(v.name, None) if isinstance(v, fx.Node) else (None, v) for v in results]
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
-        """What the program gives."""
-        known: dict[str, Any] = dict(zip(self.inputs, values, strict=True))
+        """The program's results."""
+        scope: dict[str, Any] = dict(zip(self.inputs, values, strict=True))
         for takes, gives, module, again, written in zip(
             self.takes, self.gives, self.runs, self.again, self.written, strict=True
         ):
-            arguments = [known[name] for name in takes]
+            arguments = [scope[name] for name in takes]
             again = again and torch.is_grad_enabled()
-            results = _run_again(module, arguments, written) if again else module(*arguments)
-            known.update(zip(gives, results, strict=True))
-        return tuple(constant if name is None else known[name] for name, constant in self.results)
+            results = _checkpointed(module, arguments, written) if again else module(*arguments)
+            scope.update(zip(gives, results, strict=True))
+        return tuple(constant if name is None else scope[name] for name, constant in self.results)
 
 
-def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]) -> tuple[Any, ...]:
-    """Run a piece under `torch.utils.checkpoint`; buffers it changes are as they were when it runs again."""
+def _checkpointed(module: nn.Module, values: Sequence[Any], written: Sequence[bool]) -> tuple[Any, ...]:
+    """Run a piece under `torch.utils.checkpoint`. Its second run sees the buffers of the first."""
     buffers = [v if w else None for v, w in zip(values, written, strict=True)]
     before = [None if v is None else v.detach().clone() for v in buffers]
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         rest = iter(inputs)
         again = is_recomputing()
-        every = []
+        arguments = []
         for value, earlier, changes in zip(buffers, before, written, strict=True):
             if not changes:
-                every.append(next(rest))
+                arguments.append(next(rest))
             else:
-                every.append(earlier.clone() if again and earlier is not None else value)
-        return tuple(module(*every))
+                arguments.append(earlier.clone() if again and earlier is not None else value)
+        return tuple(module(*arguments))
 
     unchanged = [v for v, w in zip(values, written, strict=True) if not w]
     versions = [v._version for v in unchanged if isinstance(v, torch.Tensor)]
-    # With a key nothing is to be put back, and other threads may use the generators.
+    # With a key, the generators' states do not matter, and other threads may use the generators.
     rng = current_key() is None
     results = checkpoint(
         run, *unchanged, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng
@@ -175,7 +175,7 @@ def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Around every further run: the stage leaves its buffers alone and draws by the key of the first run.
+    """The context of later runs: the stage does not change its buffers, and draws by the first run's key.
 
     A split backward pass enters it twice.
     """
@@ -193,12 +193,12 @@ class _Recomputing(AbstractContextManager[None]):
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What `torch.utils.checkpoint` enters around the first run, and around the others."""
+    """The contexts of the first run and of later runs, for `torch.utils.checkpoint`."""
     return nullcontext(), _Recomputing()
 
 
 def _spans(line: Line, names: Sequence[str]) -> list[tuple[int, int]]:
-    """The stretches of the line that lie in a named module, as places where it may be cut."""
+    """The stretches of the line inside named modules, as pairs of places where it may be cut."""
     labels = [_label(node, names) for node in line.nodes]
     allowed = [0, *line.allowed, len(line.nodes)]
     spans: list[tuple[int, int]] = []
@@ -215,14 +215,14 @@ def _spans(line: Line, names: Sequence[str]) -> list[tuple[int, int]]:
         if first < last:
             spans.append((first, last))
         elif any(n not in line.recomputed for n in line.nodes[start:end]):
-            why = line.closed.get(start) or line.closed.get(end) or "no cut may fall around it"
-            raise PartitionError(f"{labels[start]} cannot be recomputed alone: {why}")
+            reason = line.closed.get(start) or line.closed.get(end) or "the graph cannot be cut around it"
+            raise PartitionError(f"{labels[start]} cannot be recomputed alone: {reason}")
         start = end
     return spans
 
 
 def _label(node: fx.Node, names: Sequence[str]) -> str:
-    """The outermost module of a node that is named; empty if none is."""
+    """The outermost module of a node that `names` match; empty if there is none."""
     for path, _ in modules(node):
         if path and any(fnmatchcase(path, name) for name in names):
             return path

@@ -1,8 +1,8 @@
-"""Whether the samples of a batch may be computed apart: proved by the graph, or seen in a forward pass.
+"""Whether the samples of a batch are independent: by the graph, or by a forward pass.
 
-The batch axis is followed through the graph (`graph.rows`). Where that is no proof, one forward pass of two
-batches at once is compared with one of each: the first is the example, the second has other values, since
-samples that are all equal hide what mixes them.
+The batch axis is followed through the graph (`graph.rows`). If that is no proof, a forward pass of two
+batches together is compared with a pass of each. The first batch is the example; the second has other values,
+since a mix of equal samples changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from intarsia.pipeline.gpipe.effects import trial
 from intarsia.pipeline.stages.signature import Axes, BatchDims
 from intarsia.pipeline.stages.trace import Trace, trace
 
-# Two batch lengths that hardly any other size equals; fake tensors of them cost nothing.
+# Two batch lengths that hardly any other size equals. They are only used for fake tensors.
 _LENGTHS = (61, 67)
 
 
@@ -45,7 +45,7 @@ def mixed_samples(
     *,
     batch_dims: BatchDims | None = None,
 ) -> str:
-    """Why the samples of a batch cannot be computed apart, with node and source line; empty if they can.
+    """Why the samples of a batch depend on each other, with node and source line; empty if they do not.
 
     >>> class Centred(nn.Module):
     ...     def forward(self, x):
@@ -60,7 +60,7 @@ def mixed_samples(
 
 
 def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Trace:
-    """The capture, whose signature now says why a batch cannot be divided, if it cannot."""
+    """The capture with `signature.mixes`: why a batch cannot be divided, or nothing."""
     signature = captured.signature
     if signature.batch is None or not any(axis is not None for axis in signature.axes.values()):
         return captured
@@ -76,7 +76,7 @@ def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mappi
             difference = _lockstep(captured, signature.flatten(args, kwargs))
     except Incomparable as error:
         if fixed:
-            return captured  # nor does the plain model take a larger batch
+            return captured  # the plain model does not take a larger batch either
         if doubt is not None and not doubt.proved:
             message = f"samples may be mixed: {doubt.reason}, and {error}"
             warnings.warn(message, DifferenceWarning, stacklevel=3)
@@ -95,16 +95,16 @@ def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mappi
 
 
 def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes) -> str:
-    """How the model's answer for two batches at once differs from its answers for each; empty if it does not.
+    """How the model's output for two batches together differs from that for each; empty if it does not.
 
-    The model runs in evaluation mode, and in training mode too where no batch norm normalises by the batch's
-    own statistics. What draws random numbers answers differently each time, and is not compared.
+    The model runs in evaluation mode, and also in training mode if it has no batch norm, which normalizes by
+    the statistics of the batch. A mode in which the model draws random numbers is not compared.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
         raise Incomparable("the meta device cannot run it")
 
-    def answers(values: Sequence[Any]) -> list[Any]:
+    def outputs(values: Sequence[Any]) -> list[Any]:
         again, options = pytree.tree_unflatten(list(values), spec)
         return pytree.tree_leaves(model(*again, **options))
 
@@ -112,24 +112,24 @@ def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
     for mode in modes:
         with trial(model), nullcontext() if mode else evaluating(model), torch.no_grad():
             state = torch.get_rng_state()
-            whole, halves = _attempt(leaves, axes, lambda lanes: [answers(lane) for lane in lanes])
+            whole, halves = _attempt(leaves, axes, lambda lanes: [outputs(lane) for lane in lanes])
             if not torch.equal(state, torch.get_rng_state()):
                 continue
         for number, (one, first, second) in enumerate(zip(whole, *halves, strict=True)):
             if _agree(one, (first, second)) is False:
-                return f"output {number} of two batches at once differs from that of the batches in halves"
+                return f"output {number} of two batches together differs from that of each batch"
     return ""
 
 
 def _doubt(captured: Trace) -> Doubt | None:
-    """What the graph leaves open."""
+    """The doubt about the independence of samples that the graph leaves, or None."""
     signature = captured.signature
     low, high = signature.ranges.get(str(signature.batch), (0, 0))
     first = max(low, 2)
     lengths = [n for n in _LENGTHS if low <= n <= high] or [n for n in (first, first + 1) if n <= high]
     aliases = [alias for alias, length in signature.same.items() if length == signature.batch]
     calls = []
-    # torch logs what a shape of other lengths makes fail; the doubt says so itself.
+    # torch logs operators that fail with other lengths; the doubt reports them.
     with kept_messages(), FakeTensorMode() as mode:
         for n in lengths:
             sizes = {**signature.example, str(signature.batch): n, **dict.fromkeys(aliases, n)}
@@ -155,7 +155,7 @@ def _leaf_axes(captured: Trace) -> Axes:
 def _attempt(
     leaves: Sequence[Any], axes: Axes, run: Callable[[list[list[Any]]], list[Any]]
 ) -> tuple[Any, list[Any]]:
-    """What `run` gives for two batches at once, and for each."""
+    """The results of `run` for two batches together, and for each."""
     error: Exception | None = None
     for bold in (True, False):
         second = [
@@ -169,16 +169,16 @@ def _attempt(
         try:
             one, *halves = run([whole, list(leaves), second])
             return one, halves
-        except Exception as failure:  # whatever a model says to values or lengths that it does not take
+        except Exception as failure:  # a model may raise anything for values or lengths that it does not take
             error = failure
     assert error is not None
     raise Incomparable(f"the model does not run on twice the batch ({error_text(error)})")
 
 
 def _other_values(tensor: Tensor, axis: int, bold: bool) -> Tensor:
-    """Other samples of the same kind: floats with noise, whole numbers drawn from the example's own.
+    """Other samples of the same kind: floats with noise, and integers drawn from the example's values.
 
-    Where all of those are equal, `bold` takes 0 and 1, which index any table but one of a single row.
+    If all integers are equal, `bold` draws 0 and 1, which are valid indices of any table with two rows.
     """
     draw = torch.Generator().manual_seed(0)
     tensor = tensor.detach()
@@ -195,7 +195,7 @@ def _other_values(tensor: Tensor, axis: int, bold: bool) -> Tensor:
 
 
 def _agree(whole: Any, halves: tuple[Any, Any]) -> bool | None:
-    """Whether a value of two batches is those of each, joined; None where it has no axis for samples."""
+    """Whether a value of two batches is the join of the values of each; None if it has no batch axis."""
     values = (whole, *halves)
     if not all(isinstance(v, Tensor) and v.ndim == whole.ndim for v in values):
         return None
@@ -206,7 +206,7 @@ def _agree(whole: Any, halves: tuple[Any, Any]) -> bool | None:
         return None
     axis = grown[0]
     tolerance = torch.finfo(whole.dtype).eps ** 0.5 if whole.is_floating_point() else 0.0
-    # The batch may be folded inside another axis: as many times as divides both lengths.
+    # The batch may be folded inside another axis, any number of times that divides both lengths.
     common = math.gcd(*(h.shape[axis] for h in halves))
     for outer in (n for n in range(1, common + 1) if common % n == 0):
         parts = [h.unflatten(axis, (outer, -1)) for h in halves]
@@ -217,25 +217,25 @@ def _agree(whole: Any, halves: tuple[Any, Any]) -> bool | None:
 
 
 def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
-    """The first node that differs, where the graph answers differently for two batches at once."""
+    """The first node that differs, if an output of the graph differs for two batches together."""
     axes = [captured.signature.axis(spec) for spec in captured.signature.tensors]
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
 
     def run(lanes: list[list[Any]]) -> list[Any]:
         interpreter = _Lockstep(captured)
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            interpreter.run(*_holders(captured, lanes))
+            interpreter.run(*_arguments(captured, lanes))
         return [interpreter.agreement, None, None]
 
     agreement, _ = _attempt(tensors, axes, run)
-    waiting, seen, wrong = list(next(iter(reversed(captured.graph.nodes))).all_input_nodes), set(), False
+    waiting, seen, wrong = list(captured.graph.output_node().all_input_nodes), set(), False
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
         wrong = wrong or agreement.get(node) is False
-        # What has no axis for samples, such as a loss, is right where that which it is made of is.
+        # A value without a batch axis, such as a loss, agrees if its inputs do.
         waiting += node.all_input_nodes if agreement.get(node) is None else []
     if not wrong:
         return ""
@@ -243,23 +243,19 @@ def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
     return f"{first.name} differs between a batch and its halves ({whereabouts(first)})"
 
 
-def _holders(captured: Trace, lanes: list[list[Any]]) -> list[Any]:
-    """The arguments of the graph, each a value for every lane."""
-    inputs = dict(zip(captured.inputs, zip(*lanes, strict=True), strict=True))
-    values: list[Any] = []
-    for node in captured.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if node in captured.states:
-            state = captured.states[node].tensor.detach()
-            values.append(_Lanes([state.clone() if node in captured.line.written else state for _ in lanes]))
-        else:
-            values.append(_Lanes(list(inputs[node])) if node in inputs else None)
-    return values
+def _arguments(captured: Trace, lanes: list[list[Any]]) -> list[Any]:
+    """The arguments of the graph, each with a value for every lane."""
+    inputs = dict(zip(captured.inputs, map(_Lanes, zip(*lanes, strict=True)), strict=True))
+    written = captured.line.written
+
+    def states(node: fx.Node, tensor: Tensor) -> _Lanes:
+        return _Lanes(tensor.detach().clone() if node in written else tensor.detach() for _ in lanes)
+
+    return captured.arguments(inputs.get, states)
 
 
 class _Lanes(list[Any]):
-    """The values of one node: for two batches at once, and for each of them."""
+    """The values of one node: for two batches together, and for each of them."""
 
 
 class _Lockstep(fx.Interpreter):
@@ -278,7 +274,7 @@ class _Lockstep(fx.Interpreter):
             pytree.tree_map(lambda v, i=i: v[i] if _is_lanes(v) else v, (args, kwargs), is_leaf=_is_lanes)
             for i in range(count)
         ]
-        values = _Lanes(_calm(n.target, lanes))
+        values = _Lanes(_without_chance(n.target, lanes))
         self.agreement[n] = _agree(values[0], (values[1], values[2]))
         return values
 
@@ -287,8 +283,8 @@ def _is_lanes(value: Any) -> bool:
     return isinstance(value, _Lanes)
 
 
-def _calm(target: Any, lanes: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """What an operator gives in each lane; random numbers and statistics of batches are the same in all."""
+def _without_chance(target: Any, lanes: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """An operator's result in each lane; random numbers and statistics of batches are equal in all lanes."""
     if target in _DROPOUTS:
         return [args[0] for args, _ in lanes]
     if target is torch.ops.aten.batch_norm.default and lanes[0][0][5]:

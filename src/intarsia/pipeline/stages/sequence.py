@@ -1,4 +1,4 @@
-"""Stages in order, which still run, train, save and load as the model did."""
+"""The stages of a model in order, which run, train, save and load like the model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from intarsia.drawing import bytes_text
 from intarsia.errors import InputError
 from intarsia.graph.line import Waist
 from intarsia.pipeline.cost import Cost
@@ -19,45 +20,46 @@ from intarsia.pipeline.stages.tree_stage import called_modules
 
 @dataclass(frozen=True)
 class SplitReport:
-    """How a model was cut: by which way, with what cost in each stage, and what crosses each border."""
+    """How a model was cut: the way, the cost of each stage, and the tensors that cross each border."""
 
     way: str  # "graph" or "modules"
-    reason: str  # why not by the graph; empty when by the graph
+    reason: str  # why the model was not cut by the graph; empty if it was
     by: str
     costs: tuple[Cost, ...]
     borders: tuple[tuple[TensorSpec | str, ...], ...]
     crossing: tuple[int, ...]
     tied: tuple[Tied, ...]
     cuts: tuple[Waist, ...] = ()  # where the graph was cut
-    source: str = ""  # where the times come from: measured, or computed
+    source: str = ""  # how the times were measured or computed
     changed: tuple[str, ...] = ()  # buffers that a forward pass changes
-    checkpointed: tuple[str, ...] = ()  # modules that the model itself computes again in its backward pass
-    unheeded: str = ""  # why they are not, in some stage
+    checkpointed: tuple[str, ...] = ()  # modules that the model itself recomputes in its backward pass
+    not_recomputed: str = ""  # why some stage does not recompute them
     mixes: str = ""  # why a batch cannot be divided into micro-batches, if it cannot
 
     @property
     def balance(self) -> float:
-        """The mean load over the heaviest: 1.0 is perfect."""
+        """The mean load divided by the largest; 1.0 is perfect."""
         loads = [c.seconds if self.by == "time" else float(c.saved + c.weights) for c in self.costs]
         return sum(loads) / len(loads) / max(loads) if max(loads) > 0 else 1.0
 
     def __str__(self) -> str:
-        of = f" ({self.source})" if self.source else ""
-        lines = [f"cut by the {self.way}, balanced by {self.by}{of} to {self.balance:.0%}"]
+        source = f" ({self.source})" if self.source else ""
+        lines = [f"cut by the {self.way}, balanced by {self.by}{source} to {self.balance:.0%}"]
         if self.reason:
             lines.append(f"  not by the graph: {self.reason}")
         for i, cost in enumerate(self.costs):
             lines.append(
                 f"  stage {i}: forward {cost.forward * 1e3:.2f} ms, backward {cost.backward * 1e3:.2f} ms,"
-                f" weights {_size(cost.weights)}, kept for backward {_size(cost.saved)}"
+                f" weights {bytes_text(cost.weights)}, saved for backward {bytes_text(cost.saved)}"
             )
             if i < len(self.borders):
-                lines.append(f"    | {', '.join(map(str, self.borders[i]))} ({_size(self.crossing[i])})")
+                values = ", ".join(map(str, self.borders[i]))
+                lines.append(f"    | {values} ({bytes_text(self.crossing[i])})")
         lines += [f"  tied: {tie}" for tie in self.tied]
         if self.checkpointed:
             lines.append(f"  recomputed for the gradient, as in the model: {', '.join(self.checkpointed)}")
-        if self.unheeded:
-            lines.append(f"  not recomputed: {self.unheeded}")
+        if self.not_recomputed:
+            lines.append(f"  not recomputed: {self.not_recomputed}")
         if self.mixes:
             lines.append(f"  for one micro-batch only: {self.mixes}")
         if self.changed:
@@ -71,10 +73,10 @@ class SplitReport:
 
 
 class StageSequence(nn.Module):
-    """The stages of one model, in order; calling it runs them one after the other.
+    """The stages of one model, in order. A call runs them one after the other.
 
-    `state_dict`, `load_state_dict`, `named_parameters` and `named_buffers` speak the plain model's names,
-    however the model was cut, and the parameters are the plain model's own objects.
+    `state_dict`, `load_state_dict`, `named_parameters` and `named_buffers` use the plain model's names, for
+    any cut. The parameters are the plain model's own objects.
     """
 
     def __init__(
@@ -91,15 +93,15 @@ class StageSequence(nn.Module):
         self.signature = signature
         self.report = report
         self.keys: tuple[str, ...] = tuple(keys)
-        # Found now: a stage that is loaded without the others has a parameter of its own.
+        # Computed here: a stage that is loaded without the others has a parameter of its own.
         self.tied: tuple[Tied, ...] = find_tied(stages)
-        # Of a model on the meta device: values of buffers that no file of weights holds.
+        # For a model on the meta device: the values of buffers that are in no file of weights.
         self.buffer_values: dict[str, Any] = dict(buffer_values or {})
         self.training: bool = stages[0].training
         self.layer_names: tuple[str, ...] = tuple(dict.fromkeys(n for s in stages for n in called_modules(s)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's answer."""
+        """The model's outputs."""
         values: Sequence[Any] = self.signature.flatten(args, kwargs)
         self.signature.lengths(values)
         self.check_memory()
@@ -108,20 +110,20 @@ class StageSequence(nn.Module):
         return self.signature.unflatten(values)
 
     def layers(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The modules of a model like the one that was cut that stages call, by name; see `keyed_random`.
+        """The modules of `model`, a model like this one, that stages call, by name. See `keyed_random`.
 
-        None where it was cut by the graph: there each node draws by a key of its own.
+        Empty if the model was cut by the graph, where each node draws by its own key.
         """
         return {name: model.get_submodule(name) for name in self.layer_names}
 
     def check_memory(self) -> None:
-        """Refuse stages that are still on the meta device."""
+        """Raise InputError for stages that are still on the meta device."""
         for i, stage in enumerate(self):
             for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
                 if tensor.is_meta:
                     raise InputError(
-                        f"{name} of stage {i} is on the meta device: give the stages weights by load(path),"
-                        " or by distributed(..., weights=path), which loads a rank's own stages"
+                        f"{name} of stage {i} is on the meta device: load weights by load(path), or by"
+                        " distributed(..., weights=path), which loads a rank's own stages"
                     )
 
     def __len__(self) -> int:
@@ -134,7 +136,7 @@ class StageSequence(nn.Module):
         return self.children_in_order()[index]
 
     def children_in_order(self) -> list[nn.Module]:
-        """The stages as a list (a stage of one module object may appear twice)."""
+        """The stages as a list (the same object may be in it twice)."""
         return [m for m in self._modules.values() if m is not None]
 
     def named_parameters(
@@ -158,7 +160,7 @@ class StageSequence(nn.Module):
         for stage in self:
             for name, value in getattr(stage, kind)(remove_duplicate=False):
                 values.setdefault(name, value)
-        # In the plain model's order, by which an optimizer's state is saved.
+        # In the plain model's order, since an optimizer's state is saved by position.
         place = {key: i for i, key in enumerate(self.keys)}
         seen: set[int] = set()
         for name in sorted(values, key=lambda n: place.get(n, len(place))):
@@ -175,31 +177,24 @@ class StageSequence(nn.Module):
         for stage in self:
             for key, value in stage.state_dict(keep_vars=keep_vars).items():
                 state.setdefault(key, value)
-        answer = destination if destination is not None else {}
+        result = destination if destination is not None else {}
         for key in [*(k for k in self.keys if k in state), *(k for k in state if k not in set(self.keys))]:
-            answer[prefix + key] = state[key]
-        return answer
+            result[prefix + key] = state[key]
+        return result
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the plain model's `state_dict`, or that of any other cut of it."""
+        """Load the `state_dict` of the plain model, or of any cut of it."""
         missing: list[str] = []
-        known: set[str] = set()
+        expected: set[str] = set()
         for stage in self:
             keys = set(stage.state_dict())
-            known |= keys
+            expected |= keys
             part = {k: v for k, v in state_dict.items() if k in keys}
             missing += stage.load_state_dict(part, strict=False, assign=assign).missing_keys
-        unexpected = [k for k in state_dict if k not in known]
+        unexpected = [k for k in state_dict if k not in expected]
         missing = list(dict.fromkeys(missing))
         if strict and (missing or unexpected):
             raise InputError(f"state_dict does not fit: missing {missing}, unexpected {unexpected}")
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"

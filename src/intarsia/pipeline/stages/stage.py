@@ -1,18 +1,17 @@
-"""One stage of a cut model: a plain module that holds its part of the weights under their old names."""
+"""One stage of a cut model: a module with its part of the weights, under the model's names."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import InputError, PartitionError, near_names
 from intarsia.graph.alias import memory_of
 from intarsia.graph.piece import Piece, pieces_at, relayed
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
@@ -29,7 +28,7 @@ from intarsia.pipeline.stages.trace import State, Trace
 
 
 def graft_tensor(root: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool) -> None:
-    """Register a parameter or buffer, making the modules on the way."""
+    """Register a parameter or buffer under a dotted name; missing modules are created."""
     module, leaf = _holder(root, name)
     if isinstance(tensor, nn.Parameter):
         module.register_parameter(leaf, tensor)
@@ -38,7 +37,7 @@ def graft_tensor(root: nn.Module, name: str, tensor: torch.Tensor | None, persis
 
 
 def graft_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module, making the modules on the way."""
+    """Register a module under a dotted name; missing modules are created."""
     holder, leaf = _holder(root, name)
     holder.add_module(leaf, module)
 
@@ -57,28 +56,28 @@ def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @dataclass(frozen=True)
 class StageForm:
-    """What a stage takes, gives and holds; values go by the names of their nodes.
+    """The inputs, outputs and states of a stage. Values have the names of their nodes.
 
-    A value that a later stage needs and this one does not is taken and given on as it is.
+    A value that only later stages need passes through the stage.
     """
 
-    takes: tuple[TensorSpec | str, ...]  # a tensor, or the name of a whole number
+    takes: tuple[TensorSpec | str, ...]  # a tensor, or the name of a number
     gives: tuple[TensorSpec | str, ...]
-    arguments: tuple[str, ...]  # what the stage's program is called with: taken values and states
-    results: tuple[str, ...]  # what the program gives
-    states: Mapping[str, str]  # the states among the arguments, by their names in the model
+    arguments: tuple[str, ...]  # the arguments of the stage's program: inputs and states
+    results: tuple[str, ...]  # the results of the program
+    states: Mapping[str, str]  # the states among the arguments, with their names in the model
     written: frozenset[str]  # states that the program changes in place
-    copied: frozenset[str]  # results in the memory of such a state: the next micro-batch overwrites it
+    copied: frozenset[str]  # results in the memory of such a state, which the next micro-batch overwrites
     nodes: tuple[str, ...]
-    draws: Mapping[str, Draws]  # of the model's nodes: all stages number alike
-    checkpointed: tuple[str, ...]  # modules that the model itself computes again
+    draws: Mapping[str, Draws]  # of all nodes of the model, so that all stages have the same numbers
+    checkpointed: tuple[str, ...]  # modules that the model itself recomputes
 
 
 class Stage(nn.Module):
     """A stage that runs a piece of the captured graph.
 
-    Its parameters are the model's own objects and its `state_dict` has the model's own keys. The capture
-    knows one mode only, training or evaluation, and the stage refuses to run in the other.
+    Its parameters are the model's own objects, and its `state_dict` has the model's keys. The graph is valid
+    for one mode, training or evaluation; in the other mode, the stage raises InputError.
     """
 
     def __init__(
@@ -88,46 +87,46 @@ class Stage(nn.Module):
         for state in states:
             for name in state.names:
                 graft_tensor(self, name, state.tensor, state.persistent)
-        # Not registered: the program holds no tensor, and its name must not enter state_dict's keys.
+        # Not registered: the program has no tensor, and its name must not be in the keys of state_dict.
         object.__setattr__(self, "program", program)
         object.__setattr__(self, "form", form)
-        self.unheeded: str = ""  # why the model's own gradient checkpointing is left out
+        self.not_recomputed: str = ""  # why the model's own gradient checkpointing has no effect
         try:
             self.recompute(())
         except PartitionError as error:
-            self.unheeded = str(error)
+            self.not_recomputed = str(error)
             object.__setattr__(self, "runner", keyed_program(program, form.draws))
         object.__setattr__(self, "captured_training", training)
         self.training = training
 
     program: fx.GraphModule
-    # The program, with nodes that draw by key, and parts that are computed again for their gradient.
+    # The program, with nodes that draw by key, and parts that are recomputed for their gradient.
     runner: nn.Module
     form: StageForm
     captured_training: bool
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
-        """Compute the values of the next border from those of the last one."""
+        """The values of the border after the stage, from those of the border before it."""
         if self.training != self.captured_training:
-            have, want = (_mode(m) for m in (self.training, self.captured_training))
+            present, captured = (_mode(m) for m in (self.training, self.captured_training))
             raise InputError(
-                f"this stage was cut in {want} mode and is asked to run in {have} mode: dropout and batch"
-                f" norm are fixed by the capture; split the model again after model.{_call(self.training)}"
+                f"this stage was cut in {captured} mode and cannot run in {present} mode: dropout and batch"
+                f" norm are fixed in the graph; split the model again after model.{_call(self.training)}"
             )
         form = self.form
-        known = dict(zip(map(value_name, form.takes), values, strict=True))
-        known |= self.states()
-        if is_recomputing():  # the statistics were updated the first time; now they must be left alone
-            known |= {name: known[name].clone() for name in form.written & form.states.keys()}
-        results = self.runner(*(known[name] for name in form.arguments))
-        known.update(zip(form.results, results, strict=True))
-        known |= {name: known[name].clone() for name in form.copied}
-        return tuple(known[value_name(spec)] for spec in form.gives)
+        scope = dict(zip(map(value_name, form.takes), values, strict=True))
+        scope |= self.states()
+        if is_recomputing():  # the first run has updated the statistics
+            scope |= {name: scope[name].clone() for name in form.written & form.states.keys()}
+        results = self.runner(*(scope[name] for name in form.arguments))
+        scope.update(zip(form.results, results, strict=True))
+        scope |= {name: scope[name].clone() for name in form.copied}
+        return tuple(scope[value_name(spec)] for spec in form.gives)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """The tensors that the program reads, as they are now.
+        """The present tensors that the program reads.
 
-        Every pass asks for them, so each module on the way is looked up once, not once for each tensor.
+        Every pass calls this, so each module is looked up only once, not for each of its tensors.
         """
         holders: dict[str, nn.Module] = {"": self}
 
@@ -145,12 +144,12 @@ class Stage(nn.Module):
 
     @property
     def reuses_weights(self) -> bool:
-        """Whether a parameter, or what is computed from parameters alone, is used in more than one place."""
+        """Whether a parameter, or a value computed only from parameters, has more than one use."""
         graph, states = self.program.graph, self.states()
-        holders = [n for n in graph.nodes if n.op == "placeholder"]
+        placeholders = graph.find_nodes(op="placeholder")
         uses: Counter[int] = Counter()
-        own: dict[fx.Node, int] = {}  # a tied weight is one, whatever its names
-        for node, name in zip(holders, self.form.arguments, strict=True):
+        own: dict[fx.Node, int] = {}  # the id of the parameter, which tied weights share
+        for node, name in zip(placeholders, self.form.arguments, strict=True):
             if name in states:
                 own[node] = id(states[name]) if isinstance(states[name], nn.Parameter) else 0
         for node in graph.nodes:
@@ -162,62 +161,61 @@ class Stage(nn.Module):
         return any(count > 1 for count in uses.values())
 
     def to_device(self, device: torch.device | str) -> Stage:
-        """Move the weights, and the devices written into the graph (of `arange`, `zeros`), to `device`."""
+        """Move the weights, and the devices in the graph (of `arange`, `zeros`), to `device`."""
         target = torch.device(device)
         self.retarget(target)
         return self.to(target)
 
     def retarget(self, device: torch.device) -> None:
-        """Let what the graph creates be created on `device`."""
+        """Make the graph create its tensors on `device`."""
         retarget(self.program, device)
         if self.runner is not self.program:
             retarget(self.runner, device)
 
     def recompute(self, names: Sequence[str]) -> None:
-        """Compute the modules of these names again in the backward pass, and those the model itself does."""
-        if not self.unheeded:
+        """Recompute these modules in the backward pass, and those that the model itself recomputes."""
+        if not self.not_recomputed:
             names = [*self.form.checkpointed, *names]
         states = {node: state.requires_grad for node, state in self.states().items()}
         written, draws = self.form.written, self.form.draws
         object.__setattr__(self, "runner", recomputed_program(self.program, states, written, names, draws))
 
     def extra_repr(self) -> str:
-        """The border values on both sides."""
+        """The values at both borders."""
         sides = (", ".join(map(str, side)) for side in (self.form.takes, self.form.gives))
         return " -> ".join(f"({side})" for side in sides)
 
 
 def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None:
-    """Let the modules of these names, or patterns, be computed again; a name that is nowhere is an error."""
+    """Recompute the modules with these names or patterns. Raises PartitionError for a name without module."""
     if isinstance(names, str):
         raise PartitionError(f"checkpoint={names!r} is one name; give a list of them")
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
         raise PartitionError(f"checkpoint={names!r} is not a list of modules' names")
-    known: set[str] = set()
+    paths: set[str] = set()
     for stage in stages:
         if not isinstance(stage, Stage):
             raise PartitionError(
-                "modules are computed again by name in stages cut by the graph; these are cut along the"
-                " module tree, where torch.utils.checkpoint in the model does it"
+                "checkpoint= names modules, which works in stages cut by the graph; these stages are cut"
+                " along modules: use torch.utils.checkpoint in the model"
             )
-        known |= module_names(stage.program)
+        paths |= module_names(stage.program)
         stage.recompute(names)
     for name in names:
-        if not any(fnmatchcase(path, name) for path in known):
-            near = get_close_matches(name, sorted(known), n=3)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+        if not any(fnmatchcase(path, name) for path in paths):
+            hint = near_names(name, paths)
             raise PartitionError(f"checkpoint names {name!r}, which is not a module of the graph{hint}")
 
 
 def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:
-    """Cut the traced graph at `places` and make one stage of each part."""
+    """The stages of the traced graph, cut at `places`."""
     pieces = pieces_at(trace.module, trace.line, places)
     borders = relayed(pieces, trace.inputs, trace.results, trace.states)
     draws = number_draws(trace.graph)
     forms = [_form(trace, piece, draws, *border) for piece, border in zip(pieces, borders, strict=True)]
     homes = [[trace.states[n] for n in trace.states if n.name in form.states] for form in forms]
     used = {id(state) for home in homes for state in home}
-    homes[0] += [s for s in trace.states.values() if id(s) not in used]  # what no stage reads
+    homes[0] += [s for s in trace.states.values() if id(s) not in used]  # states that no stage reads
     return [
         Stage(piece.module, form, dict.fromkeys(home), trace.training)
         for piece, form, home in zip(pieces, forms, homes, strict=True)

@@ -1,4 +1,4 @@
-"""Batch norm in the graph of a stage, whose running statistics become those of the whole batch."""
+"""Batch norm in the graph of a stage, with running statistics of the whole batch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _BATCH_NORM, _COUNT = torch.ops.aten.batch_norm.default, torch.ops.aten.add_.Ten
 
 
 class DeferredNode(nn.Module):
-    """Stands in a graph for `aten.batch_norm` in training."""
+    """Replaces `aten.batch_norm` in training in a graph."""
 
     def __init__(self, momentum: float, eps: float) -> None:
         super().__init__()
         self.norm: DeferredBatchNorm = DeferredBatchNorm(1, eps, momentum, affine=False)
 
     def begin(self, chunks: int) -> None:
-        """Start a batch of so many micro-batches."""
+        """Start a batch of `chunks` micro-batches."""
         self.norm.begin(chunks)
 
     def forward(self, input: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor) -> Tensor:
-        """What batch norm gives; the statistics change with the last micro-batch."""
-        # The states are the stage's own: it hands them in at every call, wherever they have moved to.
+        """The result of batch norm; the last micro-batch updates the statistics."""
+        # The stage owns the states and passes them in every call, since they may move to another device.
         self.norm._parameters.update(weight=weight, bias=bias)
         self.norm._buffers.update(running_mean=mean, running_var=variance)
-        normalised: Tensor = self.norm(input)
-        return normalised
+        normalized: Tensor = self.norm(input)
+        return normalized
 
 
 class DeferredCount(nn.Module):
-    """Stands in a graph for the counting of batches, which may be in another stage than the statistics."""
+    """Replaces the counter of batches in a graph, which may be in another stage than the statistics."""
 
     counted: bool = False
 
@@ -46,7 +46,7 @@ class DeferredCount(nn.Module):
         self.counted = False
 
     def forward(self, batches: Tensor) -> Tensor:
-        """Count the batch, once."""
+        """Count the batch once."""
         if not self.counted and not is_recomputing():
             self.counted = True
             batches.add_(1)
@@ -54,29 +54,30 @@ class DeferredCount(nn.Module):
 
 
 class _Deferring(fx.GraphModule):
-    """A stage's program with such nodes."""
+    """A stage's program with deferred nodes."""
 
 
-def defer_statistics(stages: Iterable[nn.Module], wanted: bool) -> list[DeferredNode | DeferredCount]:
-    """Let batch norms of stages gather the statistics of all micro-batches, if that is wanted.
+def defer_statistics(stages: Iterable[nn.Module], deferred: bool) -> list[DeferredNode | DeferredCount]:
+    """Set whether the batch norms of stages update their running statistics once per batch (`deferred`).
 
-    `begin` of each starts a batch. A micro-batch is normalised by its own statistics as before.
+    Returns the deferred modules, whose `begin` starts a batch. Each micro-batch is normalized by its own
+    statistics in both cases.
     """
     norms: list[DeferredNode | DeferredCount] = []
     for stage in stages:
         if isinstance(stage, Stage) and isinstance(stage.runner, _Deferring):
             object.__setattr__(stage, "runner", stage.program)
-        if not wanted:
+        if not deferred:
             continue
         if not isinstance(stage, Stage):
             raise PartitionError(
-                "deferred_batch_norm=True is for stages cut by the graph; these are cut along the module"
-                " tree, where DeferredBatchNorm.convert_deferred_batch_norm(model) does it before split"
+                "deferred_batch_norm=True works in stages cut by the graph; these stages are cut along"
+                " modules: call DeferredBatchNorm.convert_deferred_batch_norm(model) before split"
             )
         if stage.runner is not stage.program:
             raise PartitionError(
-                "deferred_batch_norm=True does not go with modules that are computed again by name; stages"
-                " are computed again as a whole with checkpoint="
+                "deferred_batch_norm=True cannot be combined with modules that are recomputed by name; with"
+                " checkpoint=True or numbers of stages, whole stages are recomputed"
             )
         if stage.training:
             norms += _defer(stage)
@@ -89,8 +90,8 @@ def _defer(stage: Stage) -> list[DeferredNode | DeferredCount]:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     program = _Deferring(stage.program, graph)
     form = stage.form
-    holders = [node for node in graph.nodes if node.op == "placeholder"]
-    pairs = zip(holders, form.arguments, strict=True)
+    placeholders = graph.find_nodes(op="placeholder")
+    pairs = zip(placeholders, form.arguments, strict=True)
     states = {node: form.states[name] for node, name in pairs if name in form.states}
     norms: list[DeferredNode | DeferredCount] = []
     for node in list(graph.nodes):

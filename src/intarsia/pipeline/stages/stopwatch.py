@@ -1,8 +1,8 @@
-"""Times of nodes and of stages, by the clock.
+"""Measured times of nodes and of stages.
 
-A node that is measured alone finds its inputs and its memory in the nearest cache; in a step other nodes and
-other micro-batches ran in between, and Python and autograd go from node to node. So the graph is also run as
-a step runs it, and the seconds of nodes grow by the share that the whole takes more than they.
+A node that is measured alone has its inputs in the cache. In a step, other nodes and micro-batches run in
+between, and Python and autograd take time between nodes. So the graph also runs as in a step, and the times
+of nodes are scaled to add up to the time of the step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from intarsia.pipeline.stages.signature import value_name
 from intarsia.pipeline.stages.stage import Stage, build_stages
 from intarsia.pipeline.stages.trace import Trace
 
-IN_FLIGHT = 2  # micro-batches that go forward before the first goes back
-_LONG = 1.0  # seconds of a step after which one more is enough
+IN_FLIGHT = 2  # micro-batches that run forward before the first runs backward
+_LONG = 1.0  # if the first step takes more seconds, one more step is enough
 
 
 def measure_node(
@@ -33,10 +33,10 @@ def measure_node(
     repeats: int,
     held: Sequence[torch.nn.Parameter] = (),
 ) -> Cost:
-    """Time one node alone, forward and backward, on copies of its inputs.
+    """The cost of one node that runs alone, forward and backward, on copies of its inputs.
 
-    `held` are the parameters that a target has beside its arguments, as a module does. The gradient of a
-    weight is added to that of the micro-batches before, which counts too.
+    `held` are the parameters of a target besides its arguments, such as those of a module. The cost includes
+    the addition of a weight's gradient to that of earlier micro-batches.
     """
     learning = [weight for weight in held if weight.requires_grad]
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -44,24 +44,24 @@ def measure_node(
     weights = {i for i in grown if isinstance(leaves[i], torch.nn.Parameter)}
     forward, inputs, whole, added = [], [], [], []
     for _ in range(repeats + 1):
-        # Copies, so that a node that works in place finds the same values each time.
+        # Copies, so that a node that works in place gets the same values each time.
         fresh = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in leaves]
         for i in grown:
             fresh[i].requires_grad_(isinstance(leaves[i], torch.nn.Parameter) or leaves[i].requires_grad)
-        wanted = [i for i in grown if fresh[i].requires_grad]
-        # A leaf may not be changed in place; what autograd sees is one step behind it.
-        seen = [v.clone() if i in wanted and i not in weights else v for i, v in enumerate(fresh)]
+        differentiable = [i for i in grown if fresh[i].requires_grad]
+        # Autograd refuses in-place changes of leaves, so the node gets clones of them.
+        seen = [v.clone() if i in differentiable and i not in weights else v for i, v in enumerate(fresh)]
         again, options = pytree.tree_unflatten(seen, spec)
         begin = synchronized(fresh)
         with torch.enable_grad():
             value = target(*again, **options)
         forward.append(synchronized(fresh) - begin)
         roots = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor) and v.requires_grad]
-        if roots and (wanted or learning):
+        if roots and (differentiable or learning):
             grads = [torch.ones_like(r) for r in roots]
-            inputs.append(_time_grad(roots, [fresh[i] for i in wanted if i not in weights], grads))
-            whole.append(_time_grad(roots, [*(fresh[i] for i in wanted), *learning], grads))
-            added.append(_time_adding([*(fresh[i] for i in wanted if i in weights), *learning]))
+            inputs.append(_time_grad(roots, [fresh[i] for i in differentiable if i not in weights], grads))
+            whole.append(_time_grad(roots, [*(fresh[i] for i in differentiable), *learning], grads))
+            added.append(_time_adding([*(fresh[i] for i in differentiable if i in weights), *learning]))
     through = min(inputs[1:], default=0.0)
     of_weights = max(0.0, min(whole[1:], default=0.0) - through) + min(added[1:], default=0.0)
     return Cost(min(forward[1:]), through, of_weights)
@@ -94,11 +94,11 @@ class Passes:
 def costs_in_step(
     trace: Trace, tensors: Sequence[torch.Tensor], costs: Sequence[Cost], repeats: int, memory: int = 2**30
 ) -> list[Cost]:
-    """The costs of nodes, grown so that they add up to what a step takes.
+    """The costs of nodes, scaled so that they add up to the time of a step.
 
-    The graph runs in stretches that keep at most `memory` bytes (or as little as the graph can be cut into),
-    one after the other: a model that is cut because it is large need not fit in one step. All nodes grow by
-    the same share, so that a moment in which the machine is slow does not move the balance between them.
+    The graph runs in stretches that save at most `memory` bytes (if it can be cut so), one after the other: a
+    large model may not fit into memory as a whole. All nodes are scaled by the same factor, so that a slow
+    moment of the machine does not change their balance.
     """
     forward = backward = 0.0
     values: Sequence[Any] = tensors
@@ -121,7 +121,7 @@ def costs_in_step(
 
 
 def stretches(trace: Trace, costs: Sequence[Cost], memory: int) -> list[int]:
-    """The places between stretches of a graph; each keeps at most `memory` bytes if it can."""
+    """The places between stretches of a graph, each of which saves at most `memory` bytes if possible."""
     places: list[int] = []
     begin = last = 0
     for place in [*trace.line.allowed, len(costs)]:
@@ -133,11 +133,11 @@ def stretches(trace: Trace, costs: Sequence[Cost], memory: int) -> list[int]:
 
 
 def measure_passes(stage: Stage, values: Sequence[Any], repeats: int) -> tuple[Passes, Sequence[Any]]:
-    """The seconds of a stage's passes as in a step, and what it gives.
+    """The seconds of a stage's passes as in a step, and its outputs.
 
-    Some micro-batches are in flight and the gradients of weights are added up, on aliases of the parameters
-    and copies of the statistics: the model's own, its gradients and its hooks are left alone. The mean of a
-    step's micro-batches counts, the least of `repeats` steps after one to warm up.
+    Several micro-batches are in flight, and the gradients of weights are accumulated. Aliases of parameters
+    and copies of statistics are used, so that the model, its gradients and its hooks do not change. A step
+    counts with the mean of its micro-batches; the result is the least of `repeats` steps after a warm-up.
     """
     form = stage.form
     weights = {name: _alias(state) for name, state in stage.states().items()}
@@ -166,11 +166,11 @@ def measure_passes(stage: Stage, values: Sequence[Any], repeats: int) -> tuple[P
 
 
 def share_apart(trace: Trace, tensors: Sequence[torch.Tensor], costs: Sequence[Cost], repeats: int) -> float:
-    """How much longer a backward pass takes in two parts, as a share of it in one.
+    """The extra time of a backward pass in two parts, relative to its time in one part.
 
-    Torch computes the gradients of inputs first and those of weights later; for that it searches the graph of
-    autograd in Python, and walks some of it twice. Measured on the second half of the graph, whose inputs
-    want gradients.
+    torch computes the gradients of inputs first and those of weights later. For that, it searches the graph
+    of autograd in Python, and runs some nodes twice. The second half of the graph is measured, whose inputs
+    need gradients.
     """
     sums = list(accumulate((c.seconds for c in costs), initial=0.0))
     place = next((at for at in trace.line.allowed if sums[at] >= sums[-1] / 2), None)
@@ -191,7 +191,7 @@ def share_apart(trace: Trace, tensors: Sequence[torch.Tensor], costs: Sequence[C
 
 
 def measure_apart(target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> float:
-    """How many seconds longer the backward pass of a node alone takes in two parts."""
+    """The extra seconds of the backward pass of one node in two parts."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
 
     def run() -> _Graph:
@@ -210,7 +210,7 @@ def measure_apart(target: Callable[..., Any], args: Any, kwargs: Any, repeats: i
 
 @dataclass(frozen=True)
 class _Graph:
-    """What a forward pass made, and the leaves that want gradients."""
+    """The roots of a forward pass, and its leaves that need gradients."""
 
     inputs: list[torch.Tensor]
     learning: list[torch.Tensor]
@@ -218,11 +218,11 @@ class _Graph:
 
 
 def _backward_both_ways(run: Callable[[], _Graph], repeats: int) -> tuple[float, float]:
-    """The least seconds of a backward pass in one part, and in two; zeros where it has no two parts."""
+    """The least seconds of a backward pass in one part, and in two parts; zeros if it has no two parts."""
     parts = _two_parts()
     whole: list[float] = []
     apart: list[float] = []
-    for _ in range(repeats + 3):  # a difference of two times needs more than a time
+    for _ in range(repeats + 3):  # a difference of two times needs more repeats than one time
         for seconds, split in ((whole, False), (apart, True)):
             graph = run()
             if parts is None or not (graph.inputs and graph.roots and graph.learning):
@@ -241,7 +241,7 @@ def _backward_both_ways(run: Callable[[], _Graph], repeats: int) -> tuple[float,
 
 
 def _two_parts() -> Any:
-    """Torch's two parts of a backward pass, which have no public names; None where they are elsewhere."""
+    """torch's functions for the two parts of a backward pass, which have no public names; None if missing."""
     try:
         from torch.distributed.pipelining import _backward
     except ImportError:
@@ -249,7 +249,7 @@ def _two_parts() -> Any:
     names = ("stage_backward_input", "stage_backward_weight")
     if not all(hasattr(_backward, name) for name in names):
         warnings.warn(
-            f"torch {torch.__version__} has no {names[0]}: a backward pass in two parts has no price",
+            f"torch {torch.__version__} has no {names[0]}: split backward passes count without extra time",
             stacklevel=2,
         )
         return None
@@ -259,21 +259,21 @@ def _two_parts() -> Any:
 def _run(
     stage: Stage, values: Sequence[Any], states: Mapping[str, torch.Tensor]
 ) -> tuple[Sequence[Any], float]:
-    """What a stage gives for these values and states, and the seconds that it took."""
+    """The outputs of a stage for these values and states, and the seconds of the run."""
     form = stage.form
-    # Copies: the program may change what it takes in place, which autograd forbids to a leaf.
-    known = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)}
-    known.update(states)
-    arguments = [known[name] for name in form.arguments]
+    # Copies: the program may change its inputs in place, which autograd refuses for leaves.
+    scope = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)}
+    scope.update(states)
+    arguments = [scope[name] for name in form.arguments]
     begin = synchronized(arguments)
     results = stage.program(*arguments)
     seconds = synchronized(arguments) - begin
-    known.update(zip(form.results, results, strict=True))
-    return [known[value_name(spec)] for spec in form.gives], seconds
+    scope.update(zip(form.results, results, strict=True))
+    return [scope[value_name(spec)] for spec in form.gives], seconds
 
 
 def _own_states(stage: Stage) -> dict[str, torch.Tensor]:
-    """Parameters that autograd takes for leaves of their own, and copies of the rest."""
+    """Aliases of parameters that are leaves of their own, and copies of other tensors."""
     return {
         name: torch.nn.Parameter(s.detach()) if s.requires_grad else s.clone()
         for name, s in stage.states().items()
@@ -281,7 +281,7 @@ def _own_states(stage: Stage) -> dict[str, torch.Tensor]:
 
 
 def synchronized(values: Sequence[Any]) -> float:
-    """The time, when the device of these values has done what it was given."""
+    """The time after the device of these values has finished its work."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_cuda:
             torch.cuda.synchronize(value.device)
@@ -290,12 +290,12 @@ def synchronized(values: Sequence[Any]) -> float:
 
 
 def _held(costs: Sequence[Cost]) -> int:
-    """Bytes of a stretch: what waits for backward, and gradients."""
+    """The bytes of a stretch: saved activations, and gradients."""
     return IN_FLIGHT * sum(c.saved for c in costs) + sum(c.weights for c in costs)
 
 
 def _leaf(value: Any) -> Any:
-    """A value that wants a gradient, if it can have one."""
+    """The value as a leaf that needs a gradient, if it can have one."""
     return (
         value.detach().requires_grad_(value.is_floating_point()) if isinstance(value, torch.Tensor) else value
     )

@@ -1,7 +1,7 @@
-"""Parameters that several stages hold: found, their gradients summed over ranks, copied to other devices.
+"""Tied parameters, which several stages have: the sum of their gradients over ranks, and copies on devices.
 
-On several devices of one process the copy is made by autograd at each forward pass, so gradients come back by
-themselves. A second parameter would need hooks, which checkpointing refuses.
+On several devices of one process, each forward pass copies the parameter through autograd, so its gradients
+return to the owner. A second parameter would need hooks, which checkpointing refuses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from intarsia.pipeline.stages.tree_stage import TreeStage
 
 @dataclass(frozen=True)
 class Tied:
-    """One parameter, by its name, and the stages that hold it."""
+    """The name of a parameter, and the stages that have it."""
 
     name: str
     stages: tuple[int, ...]
@@ -47,7 +47,7 @@ def find_tied(stages: Sequence[nn.Module]) -> tuple[Tied, ...]:
 
 
 class TiedGradients:
-    """Keeps parameters that live on several ranks equal: the same start, and the sum of all gradients."""
+    """Keeps parameters on several ranks equal: the same initial values, and the sum of all gradients."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class TiedGradients:
         for tie in tied:
             ranks = tuple(sorted({homes[s] for s in tie.stages}))
             if len(ranks) == 1:
-                continue  # one object on one rank: autograd sums by itself
+                continue  # one object on one rank: autograd sums its gradients
             members = tuple(global_rank(r, group) for r in ranks)
-            # Every rank of the world makes every group, in the same order, whether it is a member or not.
+            # Every rank of the world creates every group, in the same order, also if it is no member.
             if members not in groups:
                 if group is None:
                     groups[members] = dist.new_group(list(members))
-                elif dist.get_rank() in members:  # beside other pipelines, which know nothing of this one
+                elif dist.get_rank() in members:  # ranks of other pipelines do not take part
                     groups[members] = dist.new_group(list(members), use_local_synchronization=True)
             stage = next((s for s in tie.stages if s in parts), None)
             if stage is None:
@@ -78,11 +78,11 @@ class TiedGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """A step: on its way out, the gradients it made are summed over the ranks."""
-        learning = [(p, group) for p, group in self._shared if p.requires_grad]
-        with gradients_of_step([p for p, _ in learning]):
+        """The context of a step, at whose end the gradients of the step are summed over the ranks."""
+        trainable = [(p, group) for p, group in self._shared if p.requires_grad]
+        with gradients_of_step([p for p, _ in trainable]):
             yield
-            for parameter, group in learning:
+            for parameter, group in trainable:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
@@ -90,7 +90,7 @@ class TiedGradients:
 
 @contextmanager
 def gradients_of_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Gradients of a step alone, to be summed over ranks; what was accumulated before is already a sum."""
+    """The context of a step whose own gradients are summed over ranks; earlier ones are added at the end."""
     before = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -101,25 +101,25 @@ def gradients_of_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
-    """A rank of a group by its number in torch.distributed, as messages name it."""
+    """The number in torch.distributed of a rank of a group."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-_LENT = "borrowed parameters"  # where a stage remembers what was taken out of it
-_TWINS = "twins"  # and the modules that stand for the model's own
+_REMOVED = "removed parameters"  # the attribute of a stage for parameters that were taken out of it
+_TWINS = "twins"  # the attribute of a stage for modules that replace the model's own
 
 
 @dataclass(frozen=True)
 class Twins:
-    """The twins of one stage: by the module each stands for, and the places where they were put."""
+    """The twins of one stage, by the modules that they replace, and their places."""
 
     by_module: dict[nn.Module, nn.Module] = field(default_factory=dict)
     replaced: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
 
     def put_in(self, stage: TreeStage, parameter: nn.Parameter) -> None:
-        """Put twins in place of the model's own modules that hold `parameter`, so that they can lose it.
+        """Replace the model's modules that have `parameter` by twins, from which it can be removed.
 
-        A stage cut along the module tree would change the model otherwise.
+        Without twins, a stage cut along modules would change the model.
         """
         for target in dict.fromkeys(str(n.target) for n in stage.graph.nodes if n.op == "call_module"):
             module = stage.get_submodule(target)
@@ -137,17 +137,17 @@ class Twins:
 
 @dataclass(frozen=True)
 class Borrowed:
-    """A weight that a stage takes from another one's device; autograd adds its gradient to the owner's."""
+    """A copy of a weight on another stage's device; autograd adds its gradient to the owner's."""
 
     owner: nn.Parameter
-    places: tuple[tuple[nn.Module, str], ...]  # where the stage looks it up
+    places: tuple[tuple[nn.Module, str], ...]  # (module, attribute) of the copy
     device: torch.device
 
     def refresh(self) -> None:
         """Copy the owner's present value.
 
-        With a gradient always: what is computed again in a backward pass finds the copy of the last forward
-        pass, whatever mode that ran in.
+        The copy always has a graph: a recomputation in a backward pass uses the copy of the last forward
+        pass, which may have run without gradients.
         """
         with torch.enable_grad():
             copied = self.owner.to(self.device, copy=True)
@@ -158,48 +158,46 @@ class Borrowed:
 def place_stages(
     stages: Sequence[nn.Module], tied: Sequence[Tied], devices: Sequence[torch.device]
 ) -> list[Borrowed]:
-    """Move every stage to its device; of a weight that would be on several, the first stage keeps it."""
+    """Move every stage to its device. A tied weight stays in the first stage; others borrow copies of it."""
     for stage in stages:
-        _give_back(stage)
+        _restore(stage)
     _refuse_shared_buffers(stages, devices)
-    spread = [tie for tie in tied if len({devices[s] for s in tie.stages}) > 1]
-    taken = []
-    for tie in spread:
+    borrowed = []
+    for tie in tied:
         first, *others = tie.stages
         owner = dict(stages[first].named_parameters(remove_duplicate=False))[tie.name]
         for i in others:
             if devices[i] != devices[first]:
-                taken.append((owner, _take_out(stages[i], owner), devices[i]))
+                borrowed.append(Borrowed(owner, _remove(stages[i], owner), devices[i]))
     for stage, device in zip(stages, devices, strict=True):
         if isinstance(stage, Stage):
             stage.to_device(device)
-    borrowed = [Borrowed(*each) for each in taken]
-    for each in borrowed:
-        each.refresh()
+    for weight in borrowed:
+        weight.refresh()
     return borrowed
 
 
-def _take_out(stage: nn.Module, parameter: nn.Parameter) -> tuple[tuple[nn.Module, str], ...]:
-    """Unregister a parameter of a stage, under all its names."""
+def _remove(stage: nn.Module, parameter: nn.Parameter) -> tuple[tuple[nn.Module, str], ...]:
+    """Unregister a parameter of a stage under all its names, and return its places."""
     if isinstance(stage, TreeStage):
         stage.__dict__.setdefault(_TWINS, Twins()).put_in(stage, parameter)
     places = [(m, name) for m in stage.modules() for name, p in m._parameters.items() if p is parameter]
     for holder, name in places:
         del holder._parameters[name]
-    stage.__dict__.setdefault(_LENT, []).extend((*place, parameter) for place in places)
+    stage.__dict__.setdefault(_REMOVED, []).extend((*place, parameter) for place in places)
     return tuple(places)
 
 
-def _give_back(stage: nn.Module) -> None:
-    """Register again what an earlier placing took out."""
-    for holder, name, parameter in stage.__dict__.pop(_LENT, ()):
+def _restore(stage: nn.Module) -> None:
+    """Register the parameters again that an earlier call of `place_stages` removed."""
+    for holder, name, parameter in stage.__dict__.pop(_REMOVED, ()):
         del holder.__dict__[name]
         holder.register_parameter(name, parameter)
     stage.__dict__.pop(_TWINS, Twins()).take_out()
 
 
 def _refuse_shared_buffers(stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Refuse a buffer of the model's own modules that would have to be on two devices."""
+    """Raise PartitionError for a buffer of the model's own modules that would be on two devices."""
     homes: dict[int, int] = {}
     for i, stage in enumerate(stages):
         for name, buffer in stage.named_buffers() if isinstance(stage, TreeStage) else ():
@@ -207,17 +205,17 @@ def _refuse_shared_buffers(stages: Sequence[nn.Module], devices: Sequence[torch.
             if devices[first] != devices[i]:
                 raise PartitionError(
                     f"stages {first} and {i} both hold the buffer {name}, on {devices[first]} and"
-                    f" {devices[i]}; in stages cut along the module tree it is the model's own: give these"
-                    " stages one device, or choose other cuts with cuts=..."
+                    f" {devices[i]}; stages cut along modules share the model's buffers: give these stages"
+                    " one device, or choose other cuts with cuts=..."
                 )
 
 
 def _twin(module: nn.Module, twins: dict[nn.Module, nn.Module], name: str) -> nn.Module:
-    """A module of the same class and state, with its buffers, whose parameters can be taken out."""
+    """A module of the same class and state, with the same buffers, whose parameters can be removed."""
     if module in twins:
         return twins[module]
     if isinstance(module, torch.jit.ScriptModule):
-        raise PartitionError(f"{name} is a TorchScript module, which holds its parameters for itself")
+        raise PartitionError(f"{name} is a TorchScript module, whose parameters cannot be moved")
     twin = twins[module] = module.__class__.__new__(module.__class__)
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_parameters"] = dict(module._parameters)

@@ -1,8 +1,8 @@
-"""A model as one trainable graph, with its tensors named as the model names them."""
+"""A model as one trainable graph, whose tensors have the model's names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ from intarsia.pipeline.stages.signature import (
 
 @dataclass(frozen=True)
 class State:
-    """A tensor of the model: all the names it has there (more than one where weights are tied)."""
+    """A tensor of the model, with all its names (several if weights are tied)."""
 
     tensor: torch.Tensor
     names: tuple[str, ...]
@@ -45,22 +45,22 @@ class State:
 
     @property
     def bytes(self) -> int:
-        """The memory it takes."""
-        return self.tensor.numel() * self.tensor.element_size()
+        """The bytes of the tensor."""
+        return self.tensor.nbytes
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The captured graph, its states by placeholder, and how it is called."""
+    """The captured graph, its states by placeholder, and its signature."""
 
     graph: fx.Graph
-    module: fx.GraphModule  # holds the bodies of higher-order operators
+    module: fx.GraphModule  # has the bodies of higher-order operators
     states: Mapping[fx.Node, State]
     inputs: tuple[fx.Node, ...]
     signature: CallSignature
     training: bool
-    same: Mapping[Any, Any]  # symbols of the batch, and the one that stands for all of them
-    checkpointed: tuple[str, ...] = ()  # modules that the model itself computes again for their gradient
+    same: Mapping[Any, Any]  # the symbols of the batch, and the symbol that replaces all of them
+    checkpointed: tuple[str, ...] = ()  # modules that the model itself recomputes for their gradient
 
     @cached_property
     def line(self) -> Line:
@@ -71,7 +71,7 @@ class Trace:
         """The names of the buffers that a forward pass changes."""
         names = set()
         for node in self.line.nodes:
-            # Its schema holds for both modes; in evaluation it reads the statistics alone.
+            # The schema is the same for both modes; in evaluation, it only reads the statistics.
             if node.target is torch.ops.aten.batch_norm.default and not node.args[5]:
                 continue
             roots = {root for value in changed_values(node) for root in memory_of(value)}
@@ -79,30 +79,35 @@ class Trace:
         return tuple(sorted(names))
 
     def spec(self, node: fx.Node) -> TensorSpec:
-        """What the tensor of a node looks like."""
+        """The spec of a node's tensor."""
         return tensor_spec(node.name, node.meta["val"], self.same)
 
+    def arguments(
+        self,
+        input_of: Callable[[fx.Node], Any],
+        state_of: Callable[[fx.Node, torch.Tensor], Any],
+    ) -> list[Any]:
+        """The arguments of the graph: a value for each placeholder, an input or a state."""
+        return [
+            state_of(node, self.states[node].tensor) if node in self.states else input_of(node)
+            for node in self.graph.find_nodes(op="placeholder")
+        ]
+
     def fakes(self, mode: FakeTensorMode, lengths: Mapping[str, int]) -> list[Any]:
-        """Fake values of all placeholders: inputs of these lengths, and the states."""
-        out: list[Any] = []
-        for node in self.graph.nodes:
-            if node.op != "placeholder":
-                continue
+        """Fake arguments of the graph, for inputs of these lengths."""
+
+        def empty(node: fx.Node) -> Any:
             value = node.meta.get("val")
-            if node in self.states:
-                out.append(mode.from_tensor(self.states[node].tensor, static_shapes=True))
-            elif isinstance(value, torch.Tensor):
-                out.append(
-                    torch.empty(self.spec(node).sizes(lengths), dtype=value.dtype, device=value.device)
-                )
-            else:
-                out.append(value)
-        return out
+            if not isinstance(value, torch.Tensor):
+                return value
+            return torch.empty(self.spec(node).sizes(lengths), dtype=value.dtype, device=value.device)
+
+        return self.arguments(empty, lambda _, tensor: mode.from_tensor(tensor, static_shapes=True))
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """The nodes whose values the model returns, in order of its tensor outputs."""
-        (values,) = next(iter(reversed(self.graph.nodes))).args
+        """The nodes that the model returns, in order of its tensor outputs."""
+        (values,) = self.graph.output_node().args
         assert isinstance(values, tuple | list)
         return tuple(v for v in values if isinstance(v, fx.Node))
 
@@ -116,7 +121,7 @@ def trace(
     dynamic_shapes: Any = None,
     batch_dims: BatchDims | None = None,
 ) -> Trace:
-    """Capture `model` with the batch length left open where it can be, or the sizes of `dynamic_shapes`.
+    """Capture `model`, with a dynamic batch if possible, or with the sizes of `dynamic_shapes`.
 
     >>> t = trace(nn.Linear(2, 3), (torch.randn(4, 2),))
     >>> [n.name for n in t.line.nodes]
@@ -126,13 +131,13 @@ def trace(
     axes, stated = batch_axes(model, args, kwargs, batch_dims)
     program, checkpointed = export_model(model, args, kwargs, axes if dynamic_batch else [], dynamic_shapes)
     specs = program.graph_signature.input_specs
-    holders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    placeholders = program.graph.find_nodes(op="placeholder")
     states: dict[fx.Node, State] = {}
     inputs: list[fx.Node] = []
     entries: list[TensorSpec | Fixed] = []
     names = _names(model)
-    known: dict[int, State] = {}
-    for node, spec in zip(holders, specs, strict=True):
+    states_by_id: dict[int, State] = {}
+    for node, spec in zip(placeholders, specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             if isinstance(spec.arg, ConstantArgument) or not isinstance(node.meta["val"], torch.Tensor):
                 value = spec.arg.value if isinstance(spec.arg, ConstantArgument) else node.meta["val"]
@@ -146,10 +151,10 @@ def trace(
             continue
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             assert spec.target is not None
-            states[node] = _state(program, names, spec.target, bool(spec.persistent), known)
+            states[node] = _state(program, names, spec.target, bool(spec.persistent), states_by_id)
         else:
-            raise CaptureError(f"the model takes {spec.target!r}, a {spec.kind.name.lower()}, into its graph")
-    axes = _settled(model, args, kwargs, axes, stated, entries)
+            raise CaptureError(f"the graph reads {spec.target!r}, a {spec.kind.name.lower()}")
+    axes = _checked_axes(model, args, kwargs, axes, stated, entries)
     same = _same_symbols(entries, axes)
     signature = _signature(program, entries, args, kwargs, axes, same)
     return Trace(
@@ -164,7 +169,7 @@ def trace(
     )
 
 
-def _settled(
+def _checked_axes(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -172,8 +177,8 @@ def _settled(
     stated: Sequence[bool],
     entries: Sequence[TensorSpec | Fixed],
 ) -> Axes:
-    """The axes once more, where the graph knows better, and where it leaves open what is a sample's."""
-    settled = list(axes)
+    """The axes, without those that the graph fixes, and those with the length of the batch by chance."""
+    checked = list(axes)
     batch: Any = None
     for i, (entry, axis) in enumerate(zip(entries, axes, strict=True)):
         if axis is None or not isinstance(entry, TensorSpec):
@@ -186,10 +191,10 @@ def _settled(
                 raise CaptureError(
                     f"batch_dims gives axis {axis} of {entry}, which the model fixes at {length}"
                 )
-            settled[i] = None
+            checked[i] = None
         elif not stated[i] and not needs_its_batch(model, args, kwargs, axes, i):
-            settled[i] = None
-    return settled
+            checked[i] = None
+    return checked
 
 
 def _same_symbols(entries: Sequence[TensorSpec | Fixed], axes: Axes) -> dict[Any, Any]:
@@ -215,15 +220,17 @@ def _state(
     names: dict[int, list[str]],
     target: str,
     persistent: bool,
-    known: dict[int, State],
+    states_by_id: dict[int, State],
 ) -> State:
     tensor = program.state_dict.get(target)
     if tensor is None:
         tensor = program.constants[target]
     if not isinstance(tensor, torch.Tensor):
         raise CaptureError(f"the graph reads {target!r}, which is a {type(tensor).__name__}")
-    # Tied weights are one state, under whichever of their names the graph reads them.
-    return known.setdefault(id(tensor), State(tensor, tuple(names.get(id(tensor), [target])), persistent))
+    # Tied weights are one state; the graph may read it under any of its names.
+    return states_by_id.setdefault(
+        id(tensor), State(tensor, tuple(names.get(id(tensor), [target])), persistent)
+    )
 
 
 def _signature(
@@ -234,7 +241,7 @@ def _signature(
     axes: Axes,
     same: Mapping[Any, Any],
 ) -> CallSignature:
-    (values,) = next(iter(reversed(program.graph.nodes))).args
+    (values,) = program.graph.output_node().args
     outputs: list[TensorSpec | Fixed] = []
     for i, value in enumerate(values):
         if not isinstance(value, fx.Node):
@@ -245,7 +252,7 @@ def _signature(
             raise CaptureError(f"output {i} is {value.meta['val']!r}, a number that changes with the input")
     ranges = {
         str(symbol): (
-            int(r.lower) if r.lower.is_Integer else 0,  # a number read from data has no least
+            int(r.lower) if r.lower.is_Integer else 0,  # a number read from data has no lower bound
             int(r.upper) if r.upper.is_Integer else 2**62,
         )
         for symbol, r in program.range_constraints.items()

@@ -1,4 +1,4 @@
-"""Cutting a model that cannot be exported, along the calls between its modules."""
+"""Cuts of a model that cannot be exported, between calls of its modules."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from intarsia.pipeline.stages.stopwatch import measure_node
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.tree_stage import RandomPlaces, TreeStage, keep_the_rest, note_writes
 
-_A_STAGE = 4  # modules, so that the balance has something to choose from
-# Modules in all, whatever the number of stages: random numbers begin again with each module that is called,
-# so other cuts must call the same ones.
-_IN_ALL = 64
+_CALLS_PER_STAGE = 4  # enough calls to balance the stages
+# The least number of calls, for any number of stages. Each called module starts its own random numbers, so
+# different cuts should call the same modules.
+_CALLS = 64
 
 Choose = Callable[[Line, Sequence[Cost], Sequence[float]], list[int]]
-"""Gives the places to cut a line at, by its costs and the price of each place."""
+"""(line, costs of nodes, price of each place) -> the places to cut at."""
 
 
 def split_tree(
@@ -56,17 +56,15 @@ def split_tree(
     batch_dims: BatchDims | None = None,
     mixes: str = "",
 ) -> StageSequence:
-    """Cut between module calls; `reason` says why the graph could not be cut.
+    """The stages of a model that is cut between calls of modules; `reason` is why the graph is not cut.
 
-    `mixes` is what the graph showed of samples that are mixed, where there was one.
-
-    The calls are found by tracing each `forward` with its submodules left closed, so control flow inside a
-    submodule may be anything; where it is in the way, that module stays whole. The cut model is compared with
-    the plain one on the example before it is returned.
+    Each `forward` is traced with calls of its submodules as single nodes, so submodules may have any control
+    flow. A module that cannot be traced stays whole. On the example, the outputs of the stages must be equal
+    to the model's. `mixes` is why samples depend on each other, if a graph has shown it.
     """
     bound = _bind(model, args, kwargs, reason)
     tensors = {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
-    graph = _trace(model, bound, tensors, max(_IN_ALL, stages * _A_STAGE), reason)
+    graph = _trace(model, bound, tensors, max(_CALLS, stages * _CALLS_PER_STAGE), reason)
     recorder = _Recorder(model, graph, timed=by == "time")
     owners = owned_buffers(model)
     identity = {(id(module), name): id(module._buffers[name]) for module, name in owners}
@@ -107,29 +105,29 @@ def split_tree(
 def _mixed(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims | None
 ) -> str:
-    """How the samples of a batch are mixed, as far as forward passes show it."""
+    """How the samples of a batch depend on each other in forward passes."""
     axes, _ = batch_axes(model, args, kwargs, batch_dims)
     try:
         return difference_in_halves(model, args, kwargs, axes) if any(a is not None for a in axes) else ""
     except Incomparable:
-        return ""  # nor does the plain model take a larger batch
+        return ""  # the plain model does not take a larger batch either
 
 
 class _Tracer(fx.Tracer):
-    """Traces the root and the modules that are to be opened; all others are single calls."""
+    """Traces the root and the opened modules; calls of other modules are single nodes."""
 
     def __init__(self, opened: set[str], fixed: Mapping[str, Any], tensors: Sequence[str]) -> None:
         super().__init__()
         self.opened, self.fixed, self.tensors = opened, fixed, tensors
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module stays closed."""
+        """Whether calls of a module are single nodes."""
         return module_qualified_name not in self.opened
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """A placeholder for each tensor; other arguments keep the example's value, which each call checks."""
+        """A placeholder for each tensor. Other arguments have the example's value; each call checks it."""
         proxies = [self.create_proxy("placeholder", name, (), {}) for name in self.tensors]
 
         def call(*values: Any) -> Any:
@@ -141,15 +139,13 @@ class _Tracer(fx.Tracer):
 def _trace(
     model: nn.Module, bound: dict[str, Any], tensors: Mapping[str, Any], enough: int, reason: str
 ) -> fx.Graph:
-    """Open modules, the largest first, until there are enough calls to choose cuts from."""
+    """The traced graph; modules are opened, the largest first, until there are `enough` calls."""
     fixed = {name: value for name, value in bound.items() if name not in tensors}
     opened: set[str] = set()
     closed: set[str] = set()
     graph = _attempt(model, opened, fixed, tensors)
     if isinstance(graph, str):
-        raise CaptureError(
-            f"the model can be cut neither by its graph ({reason}) nor by its modules ({graph})"
-        )
+        raise _cut_error(reason, graph)
     while True:
         calls = [str(n.target) for n in graph.nodes if n.op == "call_module"]
         waiting = [c for c in calls if c not in closed and any(model.get_submodule(c).children())]
@@ -174,26 +170,26 @@ def _attempt(
         graph = trace_without_counters(traced, model, (), {**fixed, **tensors})
     except Exception as error:
         return error_text(error)
-    held = [n for n in graph.nodes if n.op == "get_attr"]
-    if any("_tensor_constant" in str(n.target) for n in held):
-        return "it makes tensors of its own that tracing would freeze"
-    strange = [v for n in held if not isinstance(v := attrgetter(str(n.target))(model), torch.Tensor)]
-    if strange:
-        return f"it makes a {type(strange[0]).__name__} that tracing would freeze"
+    attributes = [n for n in graph.nodes if n.op == "get_attr"]
+    if any("_tensor_constant" in str(n.target) for n in attributes):
+        return "it creates tensors that tracing would freeze"
+    others = [v for n in attributes if not isinstance(v := attrgetter(str(n.target))(model), torch.Tensor)]
+    if others:
+        return f"it creates a {type(others[0]).__name__} that tracing would freeze"
     return graph
 
 
 class _Recorder(fx.Interpreter):
-    """Runs the example once, noting the cost of every call and the size of every value."""
+    """Runs the example once, and records the cost of every call and the size of every value."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, timed: bool) -> None:
         super().__init__(model, graph=graph)
         self.timed = timed
         self.costs: dict[fx.Node, Cost] = {}
-        self.means: list[str] = []  # calls that average over tokens themselves
-        self.draws: dict[str, int] = {}  # of what is no module: the numbers of their first draws
+        self.means: list[str] = []  # calls that compute a mean over tokens
+        self.draws: dict[str, int] = {}  # the number of the first draw, for nodes that call no module
         self.drawn = 0
-        self.places: dict[str, str] = {}  # of calls of modules
+        self.places: dict[str, str] = {}  # the random place of each call of a module
         self.calls: Counter[str] = Counter()
 
     def run_node(self, n: fx.Node) -> Any:
@@ -208,26 +204,22 @@ class _Recorder(fx.Interpreter):
             self.places[n.name] = layer_place(str(n.target), self.calls[str(n.target)])
             self.calls[str(n.target)] += 1
             module = self.fetch_attr(str(n.target))
-            weights = sum(p.numel() * p.element_size() for p in module.parameters())
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             parameters = list(module.parameters())
             cost = measure_node(module, args, kwargs, 3, parameters) if self.timed else Cost()
-            self.costs[n] = replace(cost, saved=_bytes(value), weights=weights)
+            outputs = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+            saved, weights = (sum(t.nbytes for t in tensors) for tensors in (outputs, parameters))
+            self.costs[n] = replace(cost, saved=saved, weights=weights)
         n.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), value)
         return value
-
-
-def _bytes(value: Any) -> int:
-    tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _build(
     model: nn.Module, graph: fx.Graph, line: Line, cuts: Sequence[int], means: Sequence[str]
 ) -> list[TreeStage]:
     pieces = pieces_at(fx.GraphModule(model, graph), line, cuts)
-    (answer,) = next(iter(reversed(graph.nodes))).args
-    results = [v for v in pytree.tree_leaves(answer) if isinstance(v, fx.Node)]
+    (output,) = graph.output_node().args
+    results = [v for v in pytree.tree_leaves(output) if isinstance(v, fx.Node)]
     parts = []
     for piece, (takes, gives) in zip(pieces, relayed(pieces, line.inputs, results), strict=True):
         parts.append(TreeStage(piece, model, [n.name for n in takes], [n.name for n in gives]))
@@ -242,7 +234,7 @@ def _build(
 def _bind(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, reason: str
 ) -> dict[str, Any]:
-    """The arguments that the example gives, by name."""
+    """The arguments of the example, by name."""
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **(kwargs or {}))
@@ -254,18 +246,13 @@ def _bind(
         if kinds[name] is inspect.Parameter.VAR_KEYWORD:
             arguments |= value
         elif kinds[name] is inspect.Parameter.VAR_POSITIONAL:
-            raise CaptureError(
-                f"the model can be cut neither by its graph ({reason}) nor by its modules (*{name} is given)"
-            )
+            raise _cut_error(reason, f"it takes *{name}")
         else:
             arguments[name] = value
     for name, value in arguments.items():
         if isinstance(value, tuple | list | dict) and value:
-            raise CaptureError(
-                f"the model can be cut neither by its graph ({reason}) nor by its modules"
-                f" (nested inputs: {name} is a {type(value).__name__})"
-            )
-    # In the order of the call, as its tensors will come.
+            raise _cut_error(reason, f"nested inputs: {name} is a {type(value).__name__}")
+    # In the order of the call, like its tensors.
     return {name: arguments[name] for name in [*list(arguments)[: len(args)], *(kwargs or {})]}
 
 
@@ -306,7 +293,7 @@ def _signature(
 
 
 def _open(spec: TensorSpec, axis: int | None) -> TensorSpec:
-    """The modules run as they are, so the batch may have any length."""
+    """The spec with a dynamic batch: the modules themselves run, so the batch may have any length."""
     if axis is None:
         return spec
     return TensorSpec(spec.name, (*spec.shape[:axis], "batch", *spec.shape[axis + 1 :]), spec.dtype)
@@ -319,15 +306,17 @@ def _verify(
     kwargs: Mapping[str, Any] | None,
     reason: str,
 ) -> None:
-    """Refuse a cut that answers differently from the model."""
-    answers = []
+    """Raise CaptureError if the outputs of the stages differ from the model's."""
+    outputs = []
     for call in (model, stages):
         with trial(model), torch.no_grad():
             torch.manual_seed(0)
-            answers.append(pytree.tree_leaves(call(*args, **(kwargs or {}))))
-    for a, b in zip(*answers, strict=True):
+            outputs.append(pytree.tree_leaves(call(*args, **(kwargs or {}))))
+    for a, b in zip(*outputs, strict=True):
         if isinstance(a, torch.Tensor) and not torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise CaptureError(
-                f"the model can be cut neither by its graph ({reason})"
-                " nor by its modules (answers would differ)"
-            )
+            raise _cut_error(reason, "its outputs would differ")
+
+
+def _cut_error(graph: str, modules: str) -> CaptureError:
+    """The error for a model that cannot be cut: why not by its graph, and why not by its modules."""
+    return CaptureError(f"the model can be cut neither by its graph ({graph}) nor by its modules ({modules})")

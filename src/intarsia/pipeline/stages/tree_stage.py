@@ -1,4 +1,4 @@
-"""A stage of a model that is cut between the calls of its modules."""
+"""A stage of a model that is cut between calls of its modules."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from intarsia.pipeline.stages.stage import graft_module, graft_tensor
 
 @dataclass(frozen=True)
 class RandomPlaces:
-    """Where nodes draw: calls of modules by name, others by the numbers of their first draws."""
+    """The random places of nodes: names for calls of modules, the number of the first draw for others."""
 
     calls: Mapping[str, str]
     draws: Mapping[str, int]
 
 
 def called_modules(stage: nn.Module) -> list[str]:
-    """The modules of the model that a stage calls, by name; none in stages cut by the graph."""
+    """The names of the modules that a stage calls; empty for stages cut by the graph."""
     nodes = stage.graph.nodes if isinstance(stage, TreeStage) else ()
     return [str(node.target) for node in nodes if node.op == "call_module"]
 
 
 class TreeStage(nn.Module):
-    """A stage that calls the model's own modules, which keep their names.
+    """A stage that calls the model's own modules, under their names.
 
-    The values at its borders may be anything. The last stage gives the tensors of the model's answer; what is
-    no tensor in it is fixed by the example, and a call that would answer differently is refused.
+    The values at its borders may be of any type. The last stage returns the tensors of the model's outputs.
+    Outputs that are not tensors must be equal to the example's.
     """
 
     def __init__(self, piece: Piece, root: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -48,10 +48,10 @@ class TreeStage(nn.Module):
         self.input_names: tuple[str, ...] = tuple(inputs)
         self.output_names: tuple[str, ...] = tuple(outputs)
         self.captured_training: bool = root.training
-        self.mean_node: str | None = None  # the call that averages over tokens itself
+        self.mean_node: str | None = None  # the call that computes a mean over tokens
         self.writes = False  # whether the example changed a buffer
-        self.answer: tuple[Any, ...] | None = None  # of the last stage: the example's leaves
-        # No name that a module of the model may have.
+        self.answer: tuple[Any, ...] | None = None  # on the last stage: the leaves of the example's outputs
+        # The name starts with an underscore, since a module of the model may have any other name.
         self._random_places = RandomPlaces({}, {})
         for node in piece.graph.nodes:
             if node.op == "call_module":
@@ -61,35 +61,35 @@ class TreeStage(nn.Module):
         self.training: bool = root.training
 
     graph: fx.Graph
-    # A module may use a weight in several places without showing it.
+    # A module may use a weight several times, which its call does not show.
     reuses_weights = True
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
-        """Compute the values of the next border from those of the last one."""
+        """The values of the border after the stage, from those of the border before it."""
         if self.training != self.captured_training:
             raise InputError(
                 "this stage was cut in the other mode; split the model again after train() or eval()"
             )
-        known = dict(zip(self.input_names, values, strict=True))
-        with self._running():
-            results = _KeyedRun(self).run(*(known[name] for name in self.arguments))
-        known.update(zip(self.results, results, strict=True))
-        outputs = tuple(known[name] for name in self.output_names)
+        scope = dict(zip(self.input_names, values, strict=True))
+        with self._unchanged_statistics():
+            results = _KeyedRun(self).run(*(scope[name] for name in self.arguments))
+        scope.update(zip(self.results, results, strict=True))
+        outputs = tuple(scope[name] for name in self.output_names)
         return outputs if self.answer is None else _tensors(outputs, self.answer)
 
-    def _running(self) -> AbstractContextManager[None]:
-        """Statistics were updated the first time; running again must leave them alone."""
+    def _unchanged_statistics(self) -> AbstractContextManager[None]:
+        """In a recomputation, the modules get copies of buffers: the first run has updated the statistics."""
         if not (self.writes and is_recomputing()):
             return nullcontext()
         return BufferSnapshot.take(owned_buffers(self)).replayed()
 
     def extra_repr(self) -> str:
-        """The border values on both sides."""
+        """The values at both borders."""
         return f"({', '.join(self.input_names)}) -> ({', '.join(self.output_names)})"
 
 
 class _KeyedRun(fx.Interpreter):
-    """Runs a stage's graph; modules and nodes that draw do so by key, if there is one."""
+    """Runs a stage's graph. If there is a key, modules and nodes draw by it."""
 
     def __init__(self, stage: TreeStage) -> None:
         super().__init__(stage, graph=stage.graph)
@@ -109,32 +109,31 @@ def _tensors(outputs: Sequence[Any], answer: Sequence[Any]) -> tuple[torch.Tenso
     leaves = pytree.tree_leaves(outputs)
     if len(leaves) != len(answer):
         raise InputError(
-            f"the model answers with {len(leaves)} values; with the example it was {len(answer)}"
+            f"the model returns {len(leaves)} values; for the example, it returned {len(answer)}"
         )
     for leaf, example in zip(leaves, answer, strict=True):
         if isinstance(leaf, torch.Tensor) != isinstance(example, torch.Tensor):
-            raise InputError(f"the model answers {leaf!r} where the example's answer was {example!r}")
+            raise InputError(f"the model returns {leaf!r}; for the example, it returned {example!r}")
         if not isinstance(leaf, torch.Tensor) and leaf is not example and leaf != example:
             raise InputError(
-                f"the model answers {leaf!r}, no tensor, where the example's answer was {example!r};"
-                f" values that are not tensors are fixed"
-                " when the model is cut; return a tensor"
+                f"the model returns {leaf!r}; for the example, it returned {example!r}. A value that is not a"
+                " tensor is fixed when the model is cut; return a tensor"
             )
     return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def share(stage: nn.Module, name: str, model: nn.Module) -> None:
-    """Let the stage hold a tensor of the model."""
+    """Register a tensor of the model in the stage."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     graft_tensor(stage, name, getattr(owner, leaf), leaf not in owner._non_persistent_buffers_set)
 
 
 def keep_the_rest(model: nn.Module, parts: Sequence[TreeStage]) -> None:
-    """Let the first stage hold what no call uses, and every stage know its parameters by all their names."""
-    known = {name for part in parts for name in [*dict(part.named_parameters()), *dict(part.named_buffers())]}
+    """Register unused tensors in the first stage, and the parameters of every stage under all their names."""
+    used = {name for part in parts for name in [*dict(part.named_parameters()), *dict(part.named_buffers())]}
     for name, _ in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in known:
+        if name not in used:
             share(parts[0], name, model)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -148,6 +147,6 @@ def keep_the_rest(model: nn.Module, parts: Sequence[TreeStage]) -> None:
 
 
 def note_writes(parts: Sequence[TreeStage], changed: Collection[int]) -> None:
-    """Tell the stages whether they hold one of the buffers that the example changed, given by their ids."""
+    """Set `writes` of the stages with a buffer that the example changed; `changed` are ids."""
     for part in parts:
         part.writes = any(id(b) in changed for b in part.buffers())

@@ -5,7 +5,6 @@ Stages that were cut on the meta device get memory first.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from intarsia.archive.tensors import DTYPES
-from intarsia.errors import InputError
+from intarsia.errors import InputError, near_names, some_of
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.stage import Stage
 
@@ -26,7 +25,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file: its name there, and its form."""
+    """A tensor of a file: its name, dtype and shape."""
 
     file: Path
     name: str
@@ -34,10 +33,10 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """The tensor in memory of its own."""
-        # safetensors 0.8 maps a file; its pages are resident until the last view is gone. So each tensor is
-        # copied, and the file is opened for it alone: a rank that loads 289 MB has one tensor of clean pages
-        # (31 MB) besides, and the same anonymous memory as with a reader that maps nothing.
+        """The tensor, in its own memory."""
+        # safetensors 0.8 maps a file, whose pages stay resident until the last view is deleted. So the file
+        # is opened for each tensor, which is copied: a rank that loads 289 MB has at most one tensor of
+        # mapped pages (31 MB) at a time.
         with safe_open(self.file, "pt") as file:
             tensor: Tensor = file.get_tensor(self.name)
             return tensor.clone()
@@ -47,9 +46,9 @@ class StoredTensor:
 
 
 def open_shards(path: str | Path) -> Mapping[str, StoredTensor]:
-    """The tensors of a safetensors file, or of a folder, by name; only headers are read.
+    """The tensors of a safetensors file, or of a folder, by name. Only headers are read.
 
-    A folder has `model.safetensors.index.json`, which names its shards, or one file, `model.safetensors`.
+    A folder has either `model.safetensors.index.json`, which names its shards, or `model.safetensors`.
     """
     place = Path(path)
     if place.is_file():
@@ -84,22 +83,19 @@ def _entries(file: Path) -> dict[str, StoredTensor]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
             forms = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except SafetensorError as error:
-        raise InputError(f"{file} is not a safetensors file, or is cut off: {error}") from error
+        raise InputError(f"{file} is not a safetensors file, or is incomplete: {error}") from error
     for name, (dtype, _) in forms.items():
         if dtype not in DTYPES:
-            raise InputError(f"{name} in {file} is of type {dtype}; known are {', '.join(DTYPES)}")
+            raise InputError(f"{name} in {file} has the dtype {dtype}, which is none of {', '.join(DTYPES)}")
     return {name: StoredTensor(file, name, DTYPES[dtype], shape) for name, (dtype, shape) in forms.items()}
-
-
-_SHOWN = 5  # names in an error
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where weights come from: a safetensors file, or a folder of shards, and how its names are meant.
+    """A source of weights: a safetensors file or a folder of shards, and how to map its names.
 
-    `rename` gives the file's name of a parameter from the model's. `buffers` are values of buffers that no
-    file holds. Names that only the file has are refused unless `strict` is False.
+    `rename` is a function from a parameter's name in the model to its name in the file. `buffers` are values
+    of buffers that are in no file. Names that are only in the file raise InputError if `strict` is True.
     """
 
     path: str | Path
@@ -110,7 +106,7 @@ class Weights:
 
 @dataclass
 class _Slot:
-    """One tensor of the model: its names, whether the model saves it and whether a stage reads it."""
+    """A tensor of the model: its names, whether the model saves it, and whether a stage reads it."""
 
     tensor: Tensor
     saved: bool = False
@@ -127,24 +123,24 @@ class _Slot:
 def load_stages(
     stages: StageSequence, weights: Weights, only: Collection[int] | None = None, device: Any = None
 ) -> None:
-    """Fill the stages numbered `only` (all) from `weights`; the names of the whole model are checked first.
+    """Fill the stages with numbers in `only` (by default, all) from `weights`.
 
-    A tensor on the meta device gets memory on `device` (the CPU); another is filled in place. Only the
-    tensors of these stages are read.
+    The names of the whole model are checked first; only the tensors of these stages are read. A tensor on the
+    meta device gets memory on `device` (by default, the CPU); others are filled in place.
     """
     parts = list(stages)
-    wanted = range(len(parts)) if only is None else sorted(only)
-    if any(i not in range(len(parts)) for i in wanted):
-        raise InputError(f"only={list(wanted)} names a stage that does not exist; there are {len(parts)}")
+    numbers = range(len(parts)) if only is None else sorted(only)
+    if any(i not in range(len(parts)) for i in numbers):
+        raise InputError(f"only={list(numbers)} names a stage that does not exist; there are {len(parts)}")
     slots = _slots(parts)
     _match(slots, weights, stages)
-    _fill([parts[i] for i in wanted], slots, device)
+    _fill([parts[i] for i in numbers], slots, device)
 
 
 def memory_for_stages(
     stages: StageSequence, buffers: Mapping[str, Tensor], only: Collection[int], device: Any
 ) -> None:
-    """Give these stages memory for a checkpoint to be read into; buffers that none holds get their values."""
+    """Allocate memory for these stages, to read a checkpoint into it; set buffers that no checkpoint has."""
     slots = _slots(list(stages))
     values = _buffer_values(stages, buffers)
     for slot in slots.values():
@@ -154,7 +150,7 @@ def memory_for_stages(
 
 
 def _fill(parts: Sequence[nn.Module], slots: Mapping[int, _Slot], device: Any) -> None:
-    """Put a tensor with values in place of each, once for all the names it has, and the graph beside them."""
+    """Replace each tensor, under all its names, by a filled one, and move the stages to the device."""
     filled: dict[int, Tensor | None] = {}
     for part in parts:
         place = device if device is not None else "cpu" if _without_memory(part) else None
@@ -179,12 +175,12 @@ def _without_memory(part: nn.Module) -> bool:
 
 
 def _filled(slot: _Slot, place: Any) -> Tensor | None:
-    """The tensor with its values; None for a buffer that nothing reads and nothing saves."""
+    """The tensor with its values; None for a buffer that is neither read nor saved."""
     old, new = slot.tensor, slot.value
     for stored in slot.stored:
         other = stored.read()
         if new is not None and not torch.equal(new, other):
-            raise InputError(f"{' and '.join(slot.names)} are one tensor in the model; the file has two")
+            raise InputError(f"{' and '.join(slot.names)} are tied in the model, but differ in the file")
         new = other
     if not old.is_meta:
         with torch.no_grad():
@@ -217,13 +213,13 @@ def _slots(parts: Sequence[nn.Module]) -> dict[int, _Slot]:
 
 
 def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) -> None:
-    """Find every tensor of the model in the files, or say in one error what does not fit."""
+    """Find every tensor of the model in the files. Raises InputError with everything that does not fit."""
     shards = open_shards(weights.path)
     rename = weights.rename or (lambda name: name)
     values = _buffer_values(stages, weights.buffers)
-    wrong, missing, known = [], [], {rename(key) for key in stages.keys}
+    wrong, missing, expected = [], [], {rename(key) for key in stages.keys}
     for slot in slots.values():
-        known |= {rename(name) for name in slot.names}
+        expected |= {rename(name) for name in slot.names}
         slot.stored = [shards[rename(n)] for n in slot.names if rename(n) in shards]
         wrong += [
             f"{slot.name} is {_form(slot.tensor)}, stored as {s}" for s in slot.stored if not _fits(slot, s)
@@ -234,52 +230,47 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
             missing.append(rename(slot.name))
         else:
             _take_value(slot, values)
-    extra = [name for name in shards if name not in known] if weights.strict else []
+    extra = [name for name in shards if name not in expected] if weights.strict else []
     problems = [
-        f"{label} {_some(names)}"
-        for label, names in (("lacks", missing), ("has besides", extra), ("does not fit:", wrong))
+        f"{label} {some_of(names, most=5)}"
+        for label, names in (("lacks", missing), ("also has", extra), ("does not fit:", wrong))
         if names
     ]
     if not problems:
         return
-    near = difflib.get_close_matches(missing[0], extra, n=1) if missing and extra else []
-    hint = f"; is {near[0]} meant by {missing[0]}? rename= says so" if near else ""
+    hint = near_names(missing[0], extra) if missing else ""
+    if hint:
+        hint += " Map the names with rename="
     raise InputError(f"{weights.path} {'; it '.join(problems)}{hint}")
 
 
 def _buffer_values(stages: StageSequence, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values of buffers that are known, or given by name; a name that is nowhere is an error."""
-    held = {name for part in stages for name, _ in part.named_buffers(remove_duplicate=False)}
+    """The values of buffers by name: the model's, and `buffers`. Raises InputError for unknown names."""
+    names = {name for part in stages for name, _ in part.named_buffers(remove_duplicate=False)}
     for name in buffers:
-        if name not in held:
-            near = difflib.get_close_matches(name, held, n=1)
-            hint = f"; is {near[0]!r} meant?" if near else ""
-            raise InputError(f"buffers gives {name!r}, which is not a buffer of the model{hint}")
+        if name not in names:
+            hint = near_names(name, names)
+            raise InputError(f"buffers names {name!r}, which is not a buffer of the model{hint}")
     return {**stages.buffer_values, **buffers}
 
 
 def _take_value(slot: _Slot, values: Mapping[str, Tensor]) -> None:
-    """The value of a buffer that no file holds: given, or already there; else it is refused by name."""
+    """Set the value of a buffer that is in no file. Raises InputError if it has none and a stage reads it."""
     slot.value = next((values[n] for n in slot.names if n in values), None)
     if slot.value is not None and slot.value.shape != slot.tensor.shape:
         raise InputError(
-            f"buffers gives {slot.name} the shape {list(slot.value.shape)}; it is {_form(slot.tensor)}"
+            f"buffers has {slot.name} of shape {list(slot.value.shape)}; it is {_form(slot.tensor)}"
         )
     if slot.value is None and slot.tensor.is_meta and slot.read:
         raise InputError(
             f"{slot.name} is a buffer that the model computes and does not save, and it is on the meta"
-            f" device: it has no values. Give buffers={{{slot.name!r}: ...}}, or compute it first"
+            f" device without values. Use buffers={{{slot.name!r}: ...}}, or compute it first"
         )
 
 
 def _fits(slot: _Slot, stored: StoredTensor) -> bool:
     kinds = [(d.is_floating_point, d.is_complex) for d in (slot.tensor.dtype, stored.dtype)]
     return tuple(slot.tensor.shape) == stored.shape and kinds[0] == kinds[1]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _form(tensor: Tensor) -> str:

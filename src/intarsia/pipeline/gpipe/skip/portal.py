@@ -1,8 +1,8 @@
 """A portal takes a skip tensor from its source stage to its destination, past the stages between.
 
-The tensor leaves the autograd graph at the source (blue), crosses devices (copy), and enters it again
-at the destination (orange). Phonies joined into the micro-batch keep the backward pass in this order:
-orange puts the gradient into the portal, copy carries it back, blue hands it on.
+The tensor leaves the autograd graph at the source (blue), moves to another device (copy), and enters the
+graph again at the destination (orange). Phonies in the micro-batch order the backward pass: orange puts the
+gradient into the portal, copy moves it back, and blue returns it to the graph.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from intarsia.pipeline.gpipe.stream import AbstractStream, copy_tensors, get_dev
 
 
 class Portal:
-    """Holds a tensor for as many uses as its life counts, and its gradient on the way back."""
+    """Holds a skip tensor for `tensor_life` uses, and later its gradient."""
 
     def __init__(self, tensor: Any, tensor_life: int) -> None:
         self.put_tensor(tensor, tensor_life)
         self.grad: Tensor | None = None
 
     def blue(self) -> Tensor:
-        """Take the tensor out of the graph; the phony ties its backward to the micro-batch."""
+        """Take the tensor out of the graph. Returns a phony that orders its backward in the micro-batch."""
         tensor = self.use_tensor()
         if not isinstance(tensor, Tensor):  # a skip may be None
             return get_phony(torch.device("cpu"), requires_grad=False)
@@ -36,31 +36,31 @@ class Portal:
         return phony
 
     def orange(self, phony: Tensor) -> Any:
-        """The tensor, back in the graph by the phony."""
+        """The tensor, in the graph again through the phony."""
         self.check_tensor_life()
         if not isinstance(self.tensor, Tensor):
             return self.use_tensor()
         return PortalOrange.apply(self, phony)  # type: ignore[no-untyped-call]
 
     def copy(self, source: AbstractStream, target: AbstractStream, phony: Tensor) -> Tensor:
-        """Move the tensor to another device, and later its gradient back."""
+        """Move the tensor to another device, and later its gradient back. Returns a phony."""
         if not isinstance(self.tensor, Tensor):
             return get_phony(get_device(target), requires_grad=False)
         copied: Tensor = PortalCopy.apply(self, source, target, phony)  # type: ignore[no-untyped-call]
         return copied
 
     def check_tensor_life(self) -> None:
-        """Refuse a tensor that has been used as often as it was put in for."""
+        """Raise if all uses of the tensor are spent."""
         if self.tensor_life <= 0:
             raise RuntimeError("the skip tensor in the portal has been used up")
 
     def put_tensor(self, tensor: Any, tensor_life: int) -> None:
-        """Put a tensor in, for so many uses."""
+        """Put in a tensor for `tensor_life` uses."""
         self.tensor_life: int = tensor_life
         self.tensor = tensor if tensor_life > 0 else None
 
     def use_tensor(self) -> Any:
-        """The tensor; the last use lets go of it."""
+        """The tensor; the last use deletes it here."""
         self.check_tensor_life()
         tensor = self.tensor
         self.tensor_life -= 1
@@ -73,7 +73,7 @@ class Portal:
         self.grad = grad
 
     def use_grad(self) -> Tensor | None:
-        """The gradient, once; None if the destination's answer did not depend on the skip."""
+        """The gradient, once; None if the destination's output does not depend on the skip."""
         grad, self.grad = self.grad, None
         return grad
 
@@ -85,7 +85,7 @@ class PortalBlue(torch.autograd.Function):
     def forward(ctx: Any, portal: Portal, tensor: Tensor) -> Tensor:
         ctx.portal = portal
         ctx.set_materialize_grads(False)
-        if portal.tensor is not None:  # more uses are to come, and they must not keep the graph alive
+        if portal.tensor is not None:  # further uses must not keep the graph alive
             portal.tensor = tensor.detach()
         return get_phony(tensor.device, requires_grad=False).detach()
 
@@ -128,7 +128,7 @@ class PortalCopy(torch.autograd.Function):
 
 
 class SkipTrackerThroughPortals(SkipTracker):
-    """Keeps the skips of one micro-batch in a pipeline; those that leave their stage go through portals."""
+    """Stores the skips of one micro-batch in a pipeline; skips between stages go through portals."""
 
     def __init__(self, skip_layout: SkipLayout) -> None:
         super().__init__()
@@ -140,10 +140,10 @@ class SkipTrackerThroughPortals(SkipTracker):
             super().save(batch, ns, name, tensor)
             return
         if (ns, name) not in self.portals:
-            # blue, orange and, when the destination is computed again, orange once more
+            # Uses: blue, orange and, if the destination is recomputed, orange again.
             self.portals[(ns, name)] = portal = Portal(tensor, 3 if is_checkpointing() else 2)
         else:
-            # The source is computed again: blue alone uses the tensor, to send the gradient through it.
+            # The source is recomputed: only blue uses the tensor, for its gradient.
             portal = self.portals[(ns, name)]
             portal.put_tensor(tensor, 1)
         phony = portal.blue()
@@ -169,7 +169,7 @@ class SkipTrackerThroughPortals(SkipTracker):
         batch[position] = join(batch[position], phony)
 
 
-# The name torchgpipe gave it.
+# torchgpipe's spelling of the name.
 SkipTrackerThroughPotals = SkipTrackerThroughPortals
 
 
@@ -177,7 +177,7 @@ def _carrier(batch: Batch, name: str) -> int:
     position = batch.carrier
     if position is None:
         raise TypeError(
-            f"skip {name!r} cannot pass: the values beside it hold no floating-point tensor "
-            "that could order its gradient"
+            f"skip {name!r} cannot pass: the output of the layer has no floating-point tensor, which is"
+            " needed to order its gradient"
         )
     return position

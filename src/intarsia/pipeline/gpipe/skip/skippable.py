@@ -1,4 +1,4 @@
-"""Modules that stash tensors for later layers and pop what earlier layers stashed, from stage to stage."""
+"""Modules that stash tensors for later layers, and pop tensors that earlier layers stashed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from intarsia.pipeline.gpipe.skip.tracker import Namespace, current_skip_tracker
 
 @dataclass(frozen=True, slots=True)
 class stash:
-    """Yielded by a skippable module's `forward` to put a tensor (or None) away under a name."""
+    """A skippable module's `forward` yields it to stash a tensor (or None) under a name."""
 
     name: str
     tensor: Tensor | None
@@ -22,13 +22,13 @@ class stash:
 
 @dataclass(frozen=True, slots=True)
 class pop:
-    """Yielded by a skippable module's `forward` to get the tensor that was put away under a name."""
+    """A skippable module's `forward` yields it to get the tensor that was stashed under a name."""
 
     name: str
 
 
 class Skippable(nn.Module):
-    """The base of what `@skippable` makes: it runs the module's `forward` and answers its yields."""
+    """The base class of skippable modules: it runs the module's `forward` and serves its yields."""
 
     module_cls: ClassVar[type[nn.Module]]
     stashable_names: ClassVar[frozenset[str]] = frozenset()
@@ -47,23 +47,23 @@ class Skippable(nn.Module):
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterator[tuple[Namespace | None, str]]:
-        """What the module declares to stash."""
+        """The names that the module stashes."""
         return (self.namespaced(name) for name in sorted(self.stashable_names))
 
     def poppable(self) -> Iterator[tuple[Namespace | None, str]]:
-        """What the module declares to pop."""
+        """The names that the module pops."""
         return (self.namespaced(name) for name in sorted(self.poppable_names))
 
     def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Skippable:
-        """Put the module's names (or only some) into a namespace, and return the module.
+        """Put the module's names (or those in `only`) into a namespace, and return the module.
 
-        A stash and a pop meet only within one namespace, so a block with a skip can be used twice.
+        A pop gets a tensor only from a stash in the same namespace, so a block with a skip can be used twice.
         """
         names = self.stashable_names | self.poppable_names
         chosen = names if only is None else set(only)
         unknown = sorted(chosen - names)
         if unknown:
-            raise ValueError(f"{unknown} are no skips of {self.module_cls.__name__}")
+            raise ValueError(f"{unknown} are not skips of {self.module_cls.__name__}")
         for name in sorted(chosen):
             self.namespaces[name] = ns
         return self
@@ -76,7 +76,7 @@ class Skippable(nn.Module):
             try:
                 popped[name] = tracker.load(batch, ns, name)
             except KeyError:
-                raise RuntimeError(f"{name!r} was to be popped but nobody stashed it") from None
+                raise RuntimeError(f"{name!r} cannot be popped: no layer has stashed it") from None
         stashed: dict[str, Any] = {}
 
         def handle_stash(name: str, tensor: Any) -> None:
@@ -94,9 +94,9 @@ class Skippable(nn.Module):
         output = self.dispatch(batch.value, handle_stash, handle_pop)
         missing = sorted(self.stashable_names - stashed.keys())
         if missing:
-            raise RuntimeError(f"{missing} were declared to be stashed and were not")
+            raise RuntimeError(f"{missing} were declared by @skippable(stash=...) but not stashed")
         if popped:
-            raise RuntimeError(f"{sorted(popped)} were declared to be popped and were not")
+            raise RuntimeError(f"{sorted(popped)} were declared by @skippable(pop=...) but not popped")
         batch = Batch(output)
         for ns, name in self.stashable():
             tracker.save(batch, ns, name, stashed[name])
@@ -105,21 +105,21 @@ class Skippable(nn.Module):
     def dispatch(
         self, input: Any, handle_stash: Callable[[str, Any], None], handle_pop: Callable[[str], Any]
     ) -> Any:
-        """Run the module and answer what it yields."""
+        """Run the module and serve its yields; returns the module's output."""
         steps = self.module(input)
         if not isinstance(steps, Generator):
-            return steps  # it neither stashed nor popped
-        answer: Any = None
+            return steps  # the module does not yield
+        popped: Any = None
         while True:
             try:
-                step = steps.send(answer)
+                step = steps.send(popped)
             except StopIteration as stop:
                 return stop.value
             if isinstance(step, stash):
                 handle_stash(step.name, step.tensor)
-                answer = None
+                popped = None
             elif isinstance(step, pop):
-                answer = handle_pop(step.name)
+                popped = handle_pop(step.name)
             else:
                 raise TypeError(f"{step!r} was yielded; a skippable module yields stash(...) or pop(...)")
 
@@ -127,7 +127,7 @@ class Skippable(nn.Module):
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = ()
 ) -> Callable[[type[nn.Module]], type[Skippable]]:
-    """Declare which skips a module stashes and pops; its `forward` is then a generator.
+    """Declare the skips that a module stashes and pops. Its `forward` is a generator.
 
     >>> @skippable(stash=["early"])
     ... class Early(nn.Module):
@@ -162,7 +162,7 @@ def skippable(
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Refuse, by TypeError, a module whose stashes and pops do not pair up; every fault is listed."""
+    """Raise TypeError, with all faults, for a module whose stashes and pops do not pair up."""
     stashed: dict[tuple[Namespace | None, str], str] = {}
     popped: dict[tuple[Namespace | None, str], str] = {}
     faults: list[str] = []
@@ -213,11 +213,11 @@ class SkipLayout:
             arrivals.sort(key=lambda arrival: arrival[0])
 
     def copy_policy(self, next_j: int) -> Iterator[tuple[int, Namespace | None, str]]:
-        """The skips that stage `next_j` takes from other stages, by source stage."""
+        """The skips that stage `next_j` takes from other stages, sorted by source stage."""
         return (arrival for arrival in self.by_partition[next_j] if arrival[0] != next_j)
 
     def requires_copy(self, ns: Namespace | None, name: str) -> bool:
-        """Whether a skip leaves its stage."""
+        """Whether the source and the destination of a skip are different stages."""
         source, destination = self.by_ns_name.get((ns, name), (-1, -1))
         return source != destination
 

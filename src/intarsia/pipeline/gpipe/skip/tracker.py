@@ -1,4 +1,4 @@
-"""Where stashed skip tensors wait until they are popped."""
+"""The storage of stashed skip tensors until they are popped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from intarsia.pipeline.gpipe.stream import AbstractStream
 
 
 class Namespace:
-    """A name that nothing else has; copies of a model keep it.
+    """A unique name; copies of it are equal.
 
     >>> import copy
     >>> ns = Namespace()
@@ -35,30 +35,30 @@ class Namespace:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Namespace) and self.id == other.id
 
-    # Namespaces stand in sorted keys beside None; the order means nothing, but must be one.
+    # Namespaces are sorted together with None; any order is fine.
     def __lt__(self, other: Namespace | None) -> bool:
         return other is not None and self.id < other.id
 
 
 class SkipTracker:
-    """Keeps skips of one thread, outside a pipeline: stashed here, popped here."""
+    """Stores the skips of one thread outside a pipeline."""
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[Namespace | None, str], Any] = {}
 
     def save(self, batch: Batch, ns: Namespace | None, name: str, tensor: Any) -> None:
-        """Stash a skip of this micro-batch."""
+        """Stash a skip of a micro-batch."""
         self.tensors[(ns, name)] = tensor
 
     def load(self, batch: Batch, ns: Namespace | None, name: str) -> Any:
-        """Pop a skip; KeyError where nothing was stashed."""
+        """Pop a skip. Raises KeyError if it was not stashed."""
         return self.tensors.pop((ns, name))
 
     def copy(
         self, batch: Batch, source: AbstractStream, target: AbstractStream, ns: Namespace | None, name: str
     ) -> None:
-        """Take a skip to another device."""
-        raise TypeError("skips are copied between stages, and there are none outside a pipeline")
+        """Copy a skip to another device."""
+        raise TypeError("skips can be copied only between the stages of a pipeline")
 
 
 class _Current(threading.local):
@@ -71,7 +71,7 @@ _current = _Current()
 
 @contextmanager
 def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
-    """Let skippable modules on this thread use a tracker."""
+    """Make skippable modules on this thread use a tracker."""
     before, _current.tracker = _current.tracker, skip_tracker
     try:
         yield

@@ -1,0 +1,200 @@
+"""Memory of a decoder whose weights have 4 bits: loaded, while it compiles, compiled, and loaded again.
+
+    python bench/packed_memory.py [--size half] [--engines onnxruntime openvino] [--generation] [--cache]
+
+A Llama-like decoder of random integers in groups of 128 is written as a folder of Hugging Face, in the layout
+`pack-quantized` of compressed-tensors. Every engine compiles it in a process of its own, which has compiled a
+tiny decoder before: what libraries take is there when the figures begin. All of them are resident memory
+beyond that (/proc/self/smaps_rollup), in MiB and as times the bytes of all weights in the folder. "private"
+leaves out pages of files, which the system takes back where it needs memory. The benchmark gives no memory
+back itself, neither by `malloc_trim` nor otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+# hidden, intermediate, layers, heads, heads of keys, vocabulary
+SIZES = {
+    "tiny": (256, 512, 2, 4, 2, 256),
+    "fifth": (1024, 2816, 14, 16, 4, 4096),  # 0.17 billion weights
+    "half": (1536, 5120, 16, 24, 6, 8192),  # 0.5 billion weights
+}
+_GROUP = 128
+_ANSWER = "memory: "
+
+
+def write_folder(folder: Path, size: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, inner, layers, heads, shared, vocabulary = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        max_position_embeddings=512,
+        architectures=["LlamaForCausalLM"],
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            rows, columns = module.weight.shape
+            words = torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32)
+            scale = torch.rand(rows, columns // _GROUP) * 0.1 / columns**0.5
+            tensors |= {f"{name}.weight_packed": words, f"{name}.weight_scale": scale}
+        else:
+            own = module.named_parameters(recurse=False)
+            tensors |= {f"{name}.{key}": torch.rand(weight.shape) for key, weight in own}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
+    }
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": settings}))
+
+
+def resident() -> dict[str, int]:
+    """Bytes that are in memory now; private ones are no pages of files."""
+    fields = {}
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+        name, size = line.split()[:2]
+        fields[name.rstrip(":")] = int(size) * 1024
+    return {"all": fields["Rss"], "private": fields["Anonymous"]}
+
+
+@contextlib.contextmanager
+def peak() -> Iterator[dict[str, int]]:
+    """The most that was in memory within the block."""
+    found: dict[str, int] = {}
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    yield found
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found["all"] = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def measure(engine: str, folders: list[str], generation: bool) -> None:
+    """The figures of one engine, in this process; the first folder is of the tiny decoder."""
+    import torch
+
+    alone = resident()
+    import intarsia
+
+    ids = torch.tensor([[1, 5, 9, 7]])
+
+    def load(folder: str) -> Any:
+        return intarsia.load_pretrained(folder, dtype=torch.float32)
+
+    def compiled(model: Any) -> Any:
+        if generation:
+            return intarsia.compile_generation(model, max_length=64, padding=False, engines=[engine])
+        return intarsia.compile(model, (ids,), {"use_cache": False}, engines=[engine])
+
+    with contextlib.suppress(RuntimeError):
+        tiny = load(folders[0])
+        compiled(tiny)
+        del tiny
+    gc.collect()
+    before = resident()
+    figures: dict[str, dict[str, int]] = {}
+    model = load(folders[1])
+    figures["loaded"] = resident()
+    with peak() as figures["peak while compiling"]:
+        fast = compiled(model)
+    figures["compiled"] = resident()
+    run = model if generation else fast
+    with torch.no_grad():
+        run.generate(ids, max_new_tokens=16, do_sample=False) if generation else run(ids, use_cache=False)
+    figures["after a call"] = resident()
+    if not generation:
+        del model, run
+        gc.collect()
+        figures["without the model"] = resident()
+        file = Path(folders[1], f"{engine}.intarsia")
+        with peak() as figures["peak while saving"]:
+            intarsia.save(fast, file)
+        figures["saved"] = resident()
+        del fast
+        gc.collect()
+        emptied = resident()
+        with peak() as figures["peak while loading the file"]:
+            again = intarsia.load(file)
+        again(ids, use_cache=False)
+        figures["the file loaded"] = {
+            key: size - emptied[key] + before[key] for key, size in resident().items()
+        }
+        print(f"{_ANSWER}{json.dumps({'file': file.stat().st_size})}")
+    libraries = {key: before[key] - alone[key] for key in before}
+    beyond = {name: {key: size - before[key] for key, size in row.items()} for name, row in figures.items()}
+    print(f"{_ANSWER}{json.dumps({'libraries': libraries, **beyond})}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=list(SIZES), default="half")
+    parser.add_argument("--engines", nargs="+", default=["onnxruntime", "openvino"])
+    parser.add_argument("--generation", action="store_true", help="programs for prompts and tokens")
+    parser.add_argument("--cache", action="store_true", help="store the compile in the build cache")
+    parser.add_argument("--write", help=argparse.SUPPRESS)  # the folder to write
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # the folders to measure
+    wish = parser.parse_args()
+    if wish.write:
+        write_folder(Path(wish.write), wish.size)
+    elif wish.measure:
+        measure(wish.engines[0], wish.measure, wish.generation)
+    else:
+        compare(wish)
+
+
+def compare(wish: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as top:
+        folders = [str(Path(top, size)) for size in ("tiny", wish.size)]
+        for folder, size in zip(folders, ("tiny", wish.size), strict=True):
+            Path(folder).mkdir()
+            subprocess.run([sys.executable, __file__, "--write", folder, "--size", size], check=True)
+        weights = Path(folders[1], "model.safetensors").stat().st_size
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}"
+        print(f"{datetime.date.today()}, {machine}; {wish.size}: weights of {weights / 2**20:.0f} MiB")
+        environment = {**os.environ, "INTARSIA_CACHE": str(Path(top, "cache"))}
+        environment["INTARSIA_CACHE_GB"] = "10" if wish.cache else "0"
+        for engine in wish.engines:
+            command = [sys.executable, __file__, "--measure", *folders, "--engines", engine]
+            command += ["--generation"] if wish.generation else []
+            ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            lines = [line for line in ran.stdout.splitlines() if line.startswith(_ANSWER)]
+            print(f"\n{engine}{'MiB':>28}{'times':>9}{'private, MiB':>15}{'times':>9}")
+            for line in lines:
+                for name, row in json.loads(line.removeprefix(_ANSWER)).items():
+                    sizes = [row] if isinstance(row, int) else row.values()
+                    shown = "".join(f"{size / 2**20:>12.0f}{size / weights:>9.2f}" for size in sizes)
+                    print(f"{name:30}{shown}")
+
+
+if __name__ == "__main__":
+    main()
