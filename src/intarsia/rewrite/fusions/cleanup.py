@@ -75,9 +75,7 @@ def redundant_casts(net: Network, x: Tensor, inner: Layer, outer: Layer) -> obje
     """Two casts are one, if the dtype between them can represent all values of the first."""
     middle, target = inner.get_outputs(0)[0].dtype, outer.get_outputs(0)[0].dtype
     if x.dtype in dtypes.FLOATS and middle in dtypes.FLOATS and target in dtypes.INTEGERS:
-        return refuse(
-            f"numbers outside of {target.name} become others from {middle.name} than from {x.dtype.name}"
-        )
+        return refuse(f"casts of {middle.name} and {x.dtype.name} to {target.name} differ out of its range")
     if not _fits(x.dtype, middle):
         return refuse(f"{middle.name} does not hold every {x.dtype.name}")
     return F.cast(x, target)
