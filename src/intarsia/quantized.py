@@ -3,7 +3,8 @@
 A weight of N rows and K columns is `(integers - zero) * scale`, with a scale and a zero for each block of
 consecutive columns of a row:
 
-    weight   uint8, (N, blocks, bytes of a block); in 4 bits even columns are the lower halves of bytes
+    weight   uint8, (N, blocks, bytes of a block); in 4 bits even columns are the lower halves of bytes;
+             or a float of 8 bits, which has no zero
     scale    (N, blocks), in the dtype in which the model multiplies
     zero     uint8, (N, blocks); None stands for the middle of the range, 8 or 128
 
@@ -32,6 +33,8 @@ def dequantized(
     >>> dequantized(weight, scale, None, 4, torch.float32)
     tensor([[ 0.0000,  0.5000, -0.5000, -4.0000]])
     """
+    if weight.is_floating_point():
+        return (weight.to(scale.dtype) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
     integers = torch.stack([weight & 15, weight >> 4], -1).flatten(-2) if bits == 4 else weight
     middle = 2 ** (bits - 1) if zero is None else zero.unsqueeze(-1).to(scale.dtype)
     return ((integers.to(scale.dtype) - middle) * scale.unsqueeze(-1)).flatten(-2).to(dtype)

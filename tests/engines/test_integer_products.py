@@ -240,6 +240,16 @@ def test_products_that_stay_floats_are_named() -> None:
     torch.testing.assert_close(fast(X), model(X).detach(), rtol=2e-5, atol=2e-4)
 
 
+def test_of_one_column_the_product_stays_as_it_is() -> None:
+    """`torch._int_mm` makes any numbers of it (torch 2.13)."""
+    model = _Rounded(static=True).eval()
+    model.weight = torch.randint(-128, 128, (48, 1), dtype=torch.int8)
+    x = torch.randn(6, 1)
+    assert _products(model, x) == 0
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=2e-5, atol=2e-5)
+
+
 class _Sums(nn.Module):
     """Whole sums of products, without scales."""
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import intarsia
 from intarsia.capture.export import capture
-from intarsia.convert import registry
+from intarsia.convert import interpreter, registry
 from intarsia.lower import Lowered, lower
 from intarsia.quantized import EMBEDDING, LINEAR
 
@@ -151,11 +151,19 @@ def test_float_weights_are_left_alone() -> None:
     assert lowered.notes == ()
 
 
-def test_float8_weights_are_named() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_float8_weights_stay_packed_in_pytorch(engine: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
     model, x = _torchao(torchao.Float8WeightOnlyConfig()), torch.randn(4, 128)
-    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
-    assert "matmul, matmul_1: its numbers are floats of 8 bits" in " ".join(fast.notes)
+    assert _targets(model, x).count(LINEAR) == 2
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    assert "weights in few bits on pytorch: 2 in 8 bits" in str(fast.plan)
+    if engine != "pytorch":
+        reason = "a weight of torch.float8_e4m3fn would be held as float32: there is no product that reads it"
+        assert f"quantized_linear.default x2: {reason}" in str(fast.plan)
     torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
+    intarsia.save(fast, tmp_path / "model.intarsia")
+    torch.testing.assert_close(intarsia.load(tmp_path / "model.intarsia")(x), model(x), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -228,3 +236,12 @@ def test_products_in_four_bits_have_no_guards() -> None:
         guards.append(fast.inlay.steps[0].program.program.guards)
     assert not guards[0]
     assert guards[1]
+
+
+def test_an_engine_is_asked_once_about_products_of_one_shape() -> None:
+    """Trial conversions are remembered, with their weights: one each took as much memory as the model."""
+    model = nn.Sequential(*(Compressed(208, 208, 16, 4) for _ in range(6))).eval()
+    asked = {key for key in interpreter._memo if key[1][0] is LINEAR}
+    fast = intarsia.compile(model, (torch.randn(2, 208),), engines=["onnxruntime"], min_block_size=1)
+    assert "6 in 4 bits" in str(fast.plan)
+    assert len({key for key in interpreter._memo if key[1][0] is LINEAR} - asked) == 1

@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tests.fuzz.operators import TEMPLATES, NoOperand, Scope, Template, branch, in_place, mode, quantized
+from tests.fuzz.operators import (
+    TEMPLATES,
+    NoOperand,
+    Scope,
+    Template,
+    branch,
+    in_place,
+    mode,
+    quantized,
+    rounded,
+)
 from tests.fuzz.program import Program, Statement, Value
 
 _EXAMPLE_SIZE = 3
@@ -68,6 +78,7 @@ def draw_case(seed: int, engines: tuple[tuple[str, ...], ...] = _ENGINES) -> Cas
     templates = [*TEMPLATES, *([mode] * 8 if options.training else [])]
     templates += [branch] * 6 if more.random() < 0.2 else []
     templates += [quantized] * 8 if random.Random(f"quantized {seed}").random() < 0.2 else []
+    templates += [rounded] * 8 if random.Random(f"rounded {seed}").random() < 0.15 else []
     program = _draw_program(dice, options.dynamic, templates)
     container = more.choice(("list", "dict", "inside")) if more.random() < 0.2 else None
     return Case(replace(program, container=container), options)

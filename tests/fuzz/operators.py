@@ -235,6 +235,28 @@ def quantized(s: Scope) -> str:
     return f"{x} @ ({grouped} * {scale}).flatten(1){order}.t()"
 
 
+def rounded(s: Scope) -> str:
+    """A product of activations and weights in 8 bits, by a scale of each row, or by one that is known."""
+    a = s.pick(lambda x: x.dtype is torch.float32 and x.ndim >= 1)
+    wide, out = s.size(a, -1), s.choose(8, 16)
+    kind = s.choose("rows", "numbers", "known", "zero point")
+    if kind == "rows" and wide == 1:  # of one column `torch._int_mm` makes any numbers (torch 2.13, x86_64)
+        raise NoOperand
+    weight, by_row = s.integers(-128, 128, "int8", out, wide), f"({s.weight(out)} * 0.02)"
+    # A scale by which the largest is 127 exactly: at 127.5 every rounding of a quotient decides.
+    scale = "0.03" if kind == "known" else f"({a}.abs().amax(-1, keepdim=True) / 127 + 1e-5)"
+    if kind == "zero point":
+        q, settings = "torch.ops.quantized_decomposed", f"0.03, {s.choose(0, 100, 128)}, 0, 255, torch.uint8"
+        x = f"{q}.dequantize_per_tensor({q}.quantize_per_tensor({a}, {settings}), {settings})"
+        table = f"{weight}, {by_row}, torch.zeros({out}, dtype=torch.int64), 0, -128, 127, torch.int8"
+        return f"F.linear({x}, {q}.dequantize_per_channel({table}))"
+    integers = f"({a} / {scale}).round().clamp(-128, 127)"
+    if kind != "rows":
+        return f"F.linear({integers} * {scale}, {weight} * {by_row}[:, None], {s.weight(out)})"
+    sums = f"torch._int_mm({integers}.to(torch.int8).reshape(-1, {wide}), {weight}.t())"
+    return f"({sums}.float() * {scale}.reshape(-1, 1) * {by_row}).reshape(*{a}.shape[:-1], {out})"
+
+
 def norm(s: Scope) -> str:
     """A norm with new weights."""
     a = s.pick(lambda x: x.dtype is torch.float32 and x.ndim >= 2)

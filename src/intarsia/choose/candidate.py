@@ -62,6 +62,7 @@ class Sample:
 
     call: tuple[Sequence[Any], Mapping[str, Any]]
     inputs: Sequence[Any]
+    eager_s: float = 0.0  # that the model took for it when its answer was asked for
 
 
 def sample_of(examples: Sequence[Example], call: Call, *, largest: bool) -> Sample:
@@ -69,7 +70,7 @@ def sample_of(examples: Sequence[Example], call: Call, *, largest: bool) -> Samp
     own = next((example for example in examples if example.call[0] is call[0]), examples[0])
     if largest:
         own = max([own, *examples], key=lambda example: example.elements)
-    return Sample(own.call, own.inputs)
+    return Sample(own.call, own.inputs, 0.0 if own.truth is None else own.truth.seconds)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from intarsia.choose.race import (
     race_plans,
 )
 from intarsia.errors import EngineError
+from intarsia.partition import PYTORCH
 
 FAR = 1.6  # plans this slow in two rounds leave the race, and no options of them are tried
 _ROUNDS = 20  # of the race that decides
@@ -86,7 +87,7 @@ class Standings:
             budget_s=budget,
             drop=FAR,
             failed=failed,
-            known_s={name: self.trials[name].quickest for name in names if name in self.trials},
+            known_s=self._known_s(names),
             is_decided=partial(self._is_decided, rounds) if final else None,
         )
         for name, error in failed.items():
@@ -100,6 +101,14 @@ class Standings:
             self.trials[name] = self.built[name].trial(seconds, final=final, before=before)
         lead = min(took, key=lambda name: self.trials[name].median)
         self.progress.best(lead, self.trials[lead].median)
+
+    def _known_s(self, names: Sequence[str]) -> dict[str, float]:
+        """What a call of a plan has taken; of the model as it is, and of its graph, at verification."""
+        known = {name: self.trials[name].quickest for name in names if name in self.trials}
+        if self.measured.objective == "latency":
+            as_it_is = [n for n in names if n == PYTORCH or not self.built[n].candidate.engines]
+            known = {**dict.fromkeys(as_it_is, self.sample.eager_s), **known}
+        return known
 
     def _is_decided(self, rounds: int, took: Mapping[str, Sequence[float]]) -> bool:
         trials = [self.built[name].trial(tuple(seconds), final=True) for name, seconds in took.items()]

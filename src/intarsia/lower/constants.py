@@ -67,8 +67,8 @@ class Values:
                 continue
             own: torch.Tensor = getattr(self._module, str(leaf.target)).detach()
             if own.dtype in _SHORT and own.nbytes == content.nbytes and own.is_contiguous():
-                alike = own.view(torch.uint8).view(content.shape)
-                if torch.equal(alike, content):
+                alike = own.view(content.dtype).view(content.shape)
+                if torch.equal(alike.view(torch.uint8), content.view(torch.uint8)):
                     return alike
         return content
 

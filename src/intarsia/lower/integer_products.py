@@ -68,7 +68,9 @@ def find_integer_products(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target not in (aten._int_mm.default, LINEAR) and not _reads_dequantized(node):
             continue
-        if node.meta["val"].device.type != "cpu":
+        x = node.args[0].meta["val"]
+        # Of one column `torch._int_mm` makes any numbers (torch 2.13, x86_64).
+        if x.device.type != "cpu" or x.shape[-1] == 1:
             continue
         matcher = matcher or _Matcher(module)
         try:
@@ -213,9 +215,13 @@ class _Matcher:
         """The weight of a product as int8, and the scale of each row."""
         _, weight, scale, zero, _, bits = product.args
         held, scales = self.values.of(weight), self.values.of(scale)  # type: ignore[arg-type]
-        if bits != 8 or held.shape[1] != 1 or zero is not None:
+        if bits != 8 or held.shape[1] != 1 or zero is not None or held.dtype is not torch.uint8:
             layout = (
-                "zero points" if zero is not None else f"{bits} bits in {held.shape[1]} groups of columns"
+                str(held.dtype)
+                if held.is_floating_point()
+                else (
+                    "zero points" if zero is not None else f"{bits} bits in {held.shape[1]} groups of columns"
+                )
             )
             raise _Unmatched(f"their weights have {layout}")
         return (held[:, 0] ^ 128).view(torch.int8), scales[:, 0].float()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,16 +128,16 @@ def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
     """
     values = Values(module)
     origin, moves = _origin(weight)
-    if any(one.op == "get_attr" and values.of(one).dtype in FLOATS_OF_8_BITS for one in behind(origin)):
-        raise _Unpackable("its numbers are floats of 8 bits, which engines read as float32")
+    leaves = [values.of(one).dtype for one in behind(origin) if one.op == "get_attr"]
+    float8 = next((dtype for dtype in leaves if dtype in FLOATS_OF_8_BITS), None)
 
     def matrix(side: torch.Tensor) -> torch.Tensor:
         moved = _moved(values, moves, side.expand(shape))
         return moved.t() if turned else moved
 
     shape: Any = origin.meta["val"].shape
-    integers, scale = map(matrix, _factors(values, origin))
-    result = _laid_out(integers, scale)
+    integers, scale = map(matrix, _factors(values, origin, float8))
+    result = _laid_out(integers, scale) if float8 is None else _laid_out_floats(integers.to(float8), scale)
     del integers, scale
     result = replace(result, weight=values.held(weight, result.weight))
     dense = values.of(weight)
@@ -182,11 +183,14 @@ def _moved(values: Values, moves: Sequence[fx.Node], tensor: torch.Tensor) -> to
     return tensor
 
 
-def _factors(values: Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
-    """The integers minus their zero points, and the scales."""
+def _factors(
+    values: Values, origin: fx.Node, float8: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The integers minus their zero points, or the floats of 8 bits, and the scales."""
+    whole_of = _whole if float8 is None else partial(_short, dtype=float8)
     if origin.op == "get_attr" or origin.target in _CASTS:
         numbers = values.of(origin)
-        integers = _whole(numbers)
+        integers = whole_of(numbers)
         if integers is None:
             raise _Unpackable("its numbers are neither integers nor scaled")
         dtype = numbers.dtype if numbers.dtype.is_floating_point else torch.float32
@@ -196,9 +200,9 @@ def _factors(values: Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tenso
     dtype = origin.meta["val"].dtype
     sides: Any = sorted(origin.args, key=lambda arg: -_numel(arg))  # scales may be integers, too
     for integers, scale in (sides, sides[::-1]):
-        if (whole := _whole(values.factor(integers))) is not None:
+        if (whole := whole_of(values.factor(integers))) is not None:
             return whole, values.factor(scale).to(dtype)
-    raise _Unpackable("its zero points are not integers")
+    raise _Unpackable("its zero points are not integers" if float8 is None else "its floats have zero points")
 
 
 def _numel(arg: Any) -> int:
@@ -211,6 +215,20 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
     flat, short = tensor.flatten(), result.flatten()
     parts = (slice(at, at + _AT_A_TIME) for at in range(0, len(flat), _AT_A_TIME))
     return result if all(bool((flat[part] == short[part]).all()) for part in parts) else None
+
+
+def _short(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Numbers, if floats of 8 bits hold them. They are moved in a longer type: few operators take 8 bits."""
+    return tensor if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor) else None
+
+
+def _laid_out_floats(floats: torch.Tensor, scale: torch.Tensor) -> _Packed:
+    """Floats of 8 bits, likewise."""
+    blocks = _blocks(_group_size(scale), floats.shape[1])
+    if not blocks:
+        raise _Unpackable("its groups of floats of 8 bits are not a multiple of 16")
+    grouped = floats.reshape(len(floats), -1, blocks[0])
+    return _Packed(grouped.contiguous(), scale[:, :: blocks[0]].contiguous(), None, 8, None)
 
 
 def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
@@ -287,6 +305,8 @@ def _replace(module: fx.GraphModule, node: fx.Node, packed: _Packed, name: str) 
     target, described = node.target, node.meta["val"]
     if target is aten.embedding.default and packed.order is not None:
         raise _Unpackable("the columns of an embedding have an order of their own")
+    if target is aten.embedding.default and packed.weight.is_floating_point():
+        raise _Unpackable("PyTorch looks up no floats of 8 bits")
 
     def constant(part: str) -> fx.Node | None:
         value = getattr(packed, part)

@@ -214,6 +214,10 @@ _BLOCKS = (16, 32, 64, 128, 256)  # columns that share a scale in `MatMulNBits`
 def quantized_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: str) -> Tensor:
     x, weight, scale, zero, bias, bits = args
     _constants_only(weight, scale, zero)
+    if weight.is_floating_point():
+        raise ConversionError(
+            f"a weight of {weight.dtype} would be held as float32: there is no product that reads it as it is"
+        )
     x = wide(ctx.tensor(x))
     if x.dtype != ir.DataType.FLOAT:
         raise ConversionError(f"activations of {x.dtype.name} are not handled")
