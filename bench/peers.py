@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,6 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import numpy as np
 import torch
 from bench.specimens import specimen
 from torch.utils import _pytree as pytree
@@ -34,6 +32,7 @@ from intarsia.choose.measured import Objective
 from intarsia.choose.race import race_plans
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
+from intarsia.engines import MNN
 from intarsia.graph.plan import Plan
 from intarsia.timing import race
 
@@ -239,48 +238,14 @@ def _onnxruntime(thing: Specimen) -> Peer:
     return run
 
 
-_CONVERT = "import sys, _tools; sys.exit(0 if _tools.mnnconvert(sys.argv) else 3)"  # it may end its process
-
-
 def _mnn(thing: Specimen) -> Peer:
-    """MNN by its own converter, in float32 as its documentation sets it."""
-    import MNN.expr as expr
-    import MNN.nn as nn
-    import onnx
-
+    """MNN by its own converter."""
     with _exported(thing) as path:
-        graph = onnx.load(path, load_external_data=False).graph
-        converted = path.with_suffix(".mnn")
-        arguments = [
-            "-f",
-            "ONNX",
-            "--modelFile",
-            str(path),
-            "--MNNModel",
-            str(converted),
-            "--bizCode",
-            "bench",
-        ]
-        subprocess.run(
-            [sys.executable, "-P", "-c", _CONVERT, *arguments],
-            cwd=path.parent,
-            check=True,
-            capture_output=True,
-        )
-        settings = {"backend": "CPU", "precision": "high", "numThread": torch.get_num_threads()}
-        runtime = nn.create_runtime_manager((settings,))
-        names = [[value.name for value in side] for side in (graph.input, graph.output)]
-        module = nn.load_module_from_file(str(converted), *names, runtime_manager=runtime, shape_mutable=True)
-
-    def value(tensor: torch.Tensor) -> Any:
-        is_float = tensor.dtype.is_floating_point
-        array = (tensor if is_float else tensor.to(torch.int32)).contiguous().numpy()
-        return expr.const(array, list(array.shape), expr.NCHW, expr.float if is_float else expr.int)
+        module = MNN().open(path)
 
     def run(thing: Specimen) -> list[torch.Tensor]:
-        results = module.onForward([value(tensor) for tensor in _tensors(thing)])
-        results = [x if x.data_format == expr.NCHW else expr.convert(x, expr.NCHW) for x in results]
-        return [torch.from_numpy(np.array(x.read(), copy=True).reshape(x.shape)) for x in results]
+        feed = dict(zip(module.inputs, [tensor.numpy() for tensor in _tensors(thing)], strict=True))
+        return [torch.from_numpy(array) for array in module.run(feed)]
 
     return run
 

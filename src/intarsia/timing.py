@@ -51,9 +51,9 @@ def race(
     A peer leaves the race after two slow rounds, if it takes `drop` times as long as the fastest peer, by
     best rounds and in most rounds. A long first call counts as a slow round if the call and the round take
     `drop` squared times as long. A peer that raises leaves the race too, and `failed` gets its error; without
-    `failed`, the error is raised. A peer with a long time in `known_s` has been called before, and is not
-    warmed up. After three rounds, the race ends once `is_decided` returns True for the rounds of the peers
-    that still run.
+    `failed`, the error is raised. A peer with a long time in `known_s` has been called before, which was
+    its first call. After three rounds, the race ends once `is_decided` returns True for the rounds of the
+    peers that still run.
 
     >>> sorted(race({"a": lambda: None, "b": lambda: sum(range(10))}, rounds=2, warmup=1))
     ['a', 'b']
@@ -66,8 +66,8 @@ def race(
     draw = random.Random(0)
     for name in peers:  # before the rounds, so that these have equal lengths
         with _leaving(name, calls, seconds, failed):
-            is_known = (known_s or {}).get(name, 0.0) > _LONG_S
-            repeats[name], first_s[name] = (1, 0.0) if is_known else _repeats(calls[name], warmup)
+            known = (known_s or {}).get(name, 0.0)
+            repeats[name], first_s[name] = (1, known) if known > _LONG_S else _repeats(calls[name], warmup)
     for number in range(rounds):
         lap = _now()
         names = list(calls)

@@ -17,7 +17,7 @@ from intarsia.build.judge import Judge
 from intarsia.capture.example import Call
 from intarsia.engines import GraphEngine, Program
 from intarsia.errors import PartitionError
-from intarsia.lower import Lowered
+from intarsia.lower import Lowered, size_examples
 from intarsia.lower.decompositions import register_decomposition, unregister_decomposition
 
 
@@ -184,6 +184,25 @@ def test_the_graph_is_not_run_at_sizes_where_the_compiled_module_answers_as_the_
     rows.clear()
     fast = intarsia.compile(Largest(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: batch}})
     assert max(rows) == 64 and "differs from the model" in str(fast.plan), "here it is to blame"
+
+
+def test_in_a_large_model_each_size_is_at_its_maximum_in_a_call_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer, shapes = Judge.answer, []
+
+    def seen(self: Judge, call: Call, function: Any = None) -> Any:
+        shapes.append(tuple((call[0][0] if call[0] else call[1]["x"]).shape))
+        return answer(self, call, function)
+
+    monkeypatch.setattr(Judge, "answer", seen)
+    sizes = {0: torch.export.Dim("rows", min=2, max=8), 1: torch.export.Dim("columns", min=2, max=16)}
+    for most, largest in ((1 << 30, {(2, 2), (3, 4), (8, 16)}), (0, {(2, 2), (3, 4), (8, 4), (3, 16)})):
+        monkeypatch.setattr(size_examples, "_AT_ONCE_BYTES", most)
+        shapes.clear()
+        model = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.GELU()).eval()
+        intarsia.compile(model, (torch.randn(3, 4),), dynamic_shapes=(sizes,))
+        assert set(shapes) == largest
 
 
 class Resized(nn.Module):

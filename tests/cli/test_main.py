@@ -149,6 +149,26 @@ def test_bench_with_padding(intarsia: Command) -> None:
     assert refused.code and "does not take tokens with an attention_mask" in refused.err
 
 
+@pytest.mark.slow
+def test_bench_with_peers_of_an_exported_file_and_lengths_that_vary(intarsia: Command) -> None:
+    words = ("bench", "bert", "--no-full", "--engines", "onnxruntime", "--no-torch-compile", "--seconds", 0.2)
+    printed = intarsia.good(*words, "--padded", 3, "--varying", "--exported", "--json")
+    peers = json.loads(printed)["peers"]
+    assert {"torch.onnx + onnxruntime", "torch.onnx + openvino"} <= set(peers)
+    assert all(peer["error"] < 1e-4 for name, peer in peers.items() if "mnn" not in name), peers
+    refused = intarsia(*words, "--varying")
+    assert refused.code and "--varying needs --padded ROWS" in refused.err
+
+
+@pytest.mark.slow
+def test_bench_of_throughput(intarsia: Command, models: str) -> None:
+    words = ("bench", f"{models}:make", "--no-torch-compile", "--seconds", 0.2, "--engines", "onnxruntime")
+    peers = json.loads(intarsia.good(*words, "--batch", 4, "--objective", "throughput", "--json"))["peers"]
+    assert "intarsia, measured" in peers and all(peer["error"] < 1e-5 for peer in peers.values())
+    refused = intarsia(*words, "--objective", "speed")
+    assert refused.code and "none of latency, throughput" in refused.err
+
+
 def test_explain(intarsia: Command, models: str) -> None:
     assert "Plan by" in intarsia.good("explain", f"{models}:make")
     words = ("explain", f"{models}:make", "--engines", "onnxruntime", "-O", "min_block_size=1", "--json")

@@ -12,7 +12,7 @@ from torch import nn
 
 import intarsia
 from intarsia.capture.export import capture
-from intarsia.convert import registry
+from intarsia.convert import interpreter, registry
 from intarsia.lower import Lowered, lower
 from intarsia.quantized import EMBEDDING, LINEAR
 
@@ -236,3 +236,12 @@ def test_products_in_four_bits_have_no_guards() -> None:
         guards.append(fast.inlay.steps[0].program.program.guards)
     assert not guards[0]
     assert guards[1]
+
+
+def test_an_engine_is_asked_once_about_products_of_one_shape() -> None:
+    """Trial conversions are remembered, with their weights: one each took as much memory as the model."""
+    model = nn.Sequential(*(Compressed(208, 208, 16, 4) for _ in range(6))).eval()
+    asked = {key for key in interpreter._memo if key[1][0] is LINEAR}
+    fast = intarsia.compile(model, (torch.randn(2, 208),), engines=["onnxruntime"], min_block_size=1)
+    assert "6 in 4 bits" in str(fast.plan)
+    assert len({key for key in interpreter._memo if key[1][0] is LINEAR} - asked) == 1

@@ -6,6 +6,7 @@ a branch that capture does not take. This costs one eager run for each example.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ class Answer:
     structure: pytree.TreeSpec
     inputs: list[Any]
     buffers: dict[str, torch.Tensor]
+    seconds: float = 0.0  # that the call took
 
     def of(self, lowered: Lowered) -> Answer:
         """The answer without buffers that the graph does not write to, which would keep weights alive."""
@@ -65,12 +67,14 @@ class Judge:
         args, kwargs = copied_call(call)
         flat = pytree.tree_leaves((args, kwargs))
         with undisturbed(self.model) as value_of:
+            began = time.perf_counter()
             results = (self.model if function is None else function)(*args, **kwargs)
+            seconds = time.perf_counter() - began
             leaves, structure = pytree.tree_flatten(open_objects(results))
             # A result may share memory with a buffer, which is restored.
             leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
             buffers = {name: value_of(buffer) for name, buffer in self._state()}
-        return Answer(leaves, structure, flat, buffers)
+        return Answer(leaves, structure, flat, buffers, seconds)
 
     def answer_if_any(self, call: Call) -> Answer | None:
         """The answer of the model; None if it fails. Capture then fails, too, and reports the line."""

@@ -1,4 +1,4 @@
-"""Blocks: a graph cut at its waists into a few stretches of like weight, each a graph of its own."""
+"""Blocks: parts of a graph between waists, of similar work, each of which is a graph of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FIRST = (
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The stretches of `module` between `places` of its line, first to last."""
+    """The parts of `module` between `places` of its line, in order."""
 
     module: fx.GraphModule
     line: Line
@@ -48,7 +48,7 @@ class Blocks:
 
     @cached_property
     def plan(self) -> Plan:
-        """The blocks as segments; `PartitionError` where the graph cannot be cut there after all."""
+        """The blocks as segments; `PartitionError` if the graph cannot be cut at these places."""
         return plan_at(self.line, self.places).verify(self.module)
 
     @cached_property
@@ -58,7 +58,7 @@ class Blocks:
 
     @cached_property
     def digests(self) -> list[str]:
-        """The contents of every block; equal ones take as long."""
+        """The digest of every block; blocks with equal digests take the same time."""
         return [contents(piece.module) for piece in self.pieces]
 
     @property
@@ -68,13 +68,13 @@ class Blocks:
 
     @property
     def share(self) -> float:
-        """How much of the graph's work the different blocks hold."""
+        """The share of the graph's work in blocks that differ from each other."""
         weight = [sum(map(work, segment.nodes)) for segment in self.plan.segments]
         distinct = dict(zip(self.digests, weight, strict=True))
         return sum(distinct.values()) / max(sum(weight), 1e-9)
 
     def homes(self, way: Sequence[str]) -> dict[fx.Node, str]:
-        """The engine of every node when block `i` runs on `way[i]`; what is recomputed goes with readers."""
+        """The engine of every node if block `i` runs on `way[i]`, without recomputed nodes."""
         recomputed = self.line.recomputed
         return {
             node: engine
@@ -86,15 +86,16 @@ class Blocks:
     def values(self, inputs: Sequence[Any]) -> list[list[Any]]:
         """The inputs of every block when the graph runs on `inputs`."""
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        known: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
-        fed = []
+        values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+        block_inputs = []
         for piece in self.pieces:
-            fed.append([known[node] for node in piece.inputs])
-            known.update(zip(piece.outputs, run_in_pytorch(piece.module, fed[-1]), strict=True))
-        return fed
+            block_inputs.append([values[node] for node in piece.inputs])
+            results = run_in_pytorch(piece.module, block_inputs[-1])
+            values.update(zip(piece.outputs, results, strict=True))
+        return block_inputs
 
     def untimed(self) -> list[BlockCost]:
-        """The blocks as findings list them, without costs."""
+        """The blocks for findings, without costs."""
         bounds = [0, *self.places]
         return [
             BlockCost(bounds[number], len(segment.nodes), self.begins_at(number), digest)
@@ -102,15 +103,15 @@ class Blocks:
         ]
 
     def begins_at(self, number: int) -> str:
-        """Where in the model a block begins, in words."""
+        """The module path or name of the node at which a block begins."""
         first = next(n for n in self.plan.segments[number].nodes if n not in self.line.recomputed)
         return module_path(first) or first.name
 
 
 def find_blocks(module: fx.GraphModule, atomic: Sequence[Atomic], most: int) -> Blocks | None:
-    """At most `most` blocks of like weight, cut where the fewest values are alive; None if there is but one.
+    """At most `most` blocks of similar work, cut where the fewest values are alive; None for one block.
 
-    Groups in `atomic` are not split.
+    Groups in `atomic` are not divided.
     """
     line = placement_line(module.graph)
     waists = _open(line, find_groups(module, atomic))
@@ -119,8 +120,8 @@ def find_blocks(module: fx.GraphModule, atomic: Sequence[Atomic], most: int) -> 
     places: list[int] = []
     since, left = 0.0, sum(weight)
     for place, own in enumerate(weight):
-        # A layer is rarely a round part of the whole: the first waist after nearly enough work ends a block,
-        # where another layer begins, lest an activation or a norm be parted from the product it follows.
+        # A block ends at the first waist after most of its share, if another layer begins there. Otherwise it
+        # may be longer, so that an activation or a norm stays with the product before it.
         enough = 0.8 if _begins_layer(line.nodes[place]) else 1.6
         if place in waists and since >= enough * least and left >= 0.5 * least:
             places.append(place)
@@ -129,7 +130,7 @@ def find_blocks(module: fx.GraphModule, atomic: Sequence[Atomic], most: int) -> 
     blocks = Blocks(module, line, tuple(places))
     try:
         return blocks if places and blocks.plan else None
-    except PartitionError:  # a value that cannot cross a border lies across one of the waists
+    except PartitionError:  # a value that cannot cross a border crosses a waist
         return None
 
 
@@ -139,7 +140,7 @@ def _begins_layer(node: fx.Node) -> bool:
 
 
 def blocks_at(module: fx.GraphModule, places: Sequence[int]) -> Blocks:
-    """The blocks between places that are known already."""
+    """The blocks between these places."""
     return Blocks(module, placement_line(module.graph), tuple(places))
 
 

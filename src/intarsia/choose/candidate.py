@@ -1,7 +1,7 @@
-"""Ways to run the whole model, those a search begins with, and what building one gives.
+"""Candidates: plans for the whole model that a search builds and measures.
 
-A mix is a support table in which every engine but the measured one refuses a block's nodes. The ordinary
-strategy does the rest, so there is no second partitioner.
+A mix is built from a support table in which only one engine accepts the nodes of a block. The same strategy
+as for other plans makes its segments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from intarsia.graph.nodes import is_control_flow, uses_gpu
 from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
 from intarsia.runtime.compiled import Compiled
 
-# From what was built to the module that answers calls.
+# Makes the compiled module from a plan, its pieces and their programs.
 Finish = Callable[[Plan, Sequence[Piece], Sequence[Program], Builder], Compiled]
 
 
@@ -33,13 +33,13 @@ Finish = Callable[[Plan, Sequence[Piece], Sequence[Program], Builder], Compiled]
 class Candidate:
     """Engines with their options, PyTorch last; for a mix, the engine of every block and of every node.
 
-    Without engines it is the model as it is.
+    Without engines, the unchanged model runs.
     """
 
     name: str
     engines: tuple[Engine, ...]
     rewritten: bool = True
-    options: int = 0  # how many options are not the usual ones
+    options: int = 0  # the number of options that differ from the usual ones
     blocks: tuple[str, ...] = ()
     homes: Mapping[fx.Node, str] | None = None
 
@@ -62,14 +62,15 @@ class Sample:
 
     call: tuple[Sequence[Any], Mapping[str, Any]]
     inputs: Sequence[Any]
+    eager_s: float = 0.0  # that the model took for it when its answer was asked for
 
 
 def sample_of(examples: Sequence[Example], call: Call, *, largest: bool) -> Sample:
-    """The user's own call among the examples, or the `largest` of all, which sizes that vary allow."""
+    """The sample of the user's own call or, with `largest`, of the example with the most elements."""
     own = next((example for example in examples if example.call[0] is call[0]), examples[0])
     if largest:
         own = max([own, *examples], key=lambda example: example.elements)
-    return Sample(own.call, own.inputs)
+    return Sample(own.call, own.inputs, 0.0 if own.truth is None else own.truth.seconds)
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,11 @@ class Built:
     module: Compiled
     shape: str
     build_s: float
-    error: float = 0.0  # end to end, where there is a tolerance
-    errors: Mapping[str, float] = field(default_factory=dict)  # of their segments, by first node
+    error: float = 0.0  # end to end, if there is a tolerance
+    errors: Mapping[str, float] = field(default_factory=dict)  # of its segments, by first node
 
     def call(self, sample: Sample) -> Callable[[], object]:
-        """One call, as it is measured: of the graph, so that nothing is written back; or of the model."""
+        """The call that is measured: of the graph, so that nothing is written back, or of the model."""
         module = self.module
         if self.candidate.engines:
             return lambda: module.results(sample.inputs)
@@ -92,7 +93,7 @@ class Built:
         return lambda: module(*args, **kwargs)
 
     def trial(self, seconds: tuple[float, ...], *, final: bool, before: Trial | None = None) -> Trial:
-        """The findings about it after it was measured; `before` is what an earlier race had shown."""
+        """The measurements of a race; `before` are those of an earlier race."""
         own, count = self.candidate, len(self.module.plan)
         quickest = min(*seconds, math.inf if before is None else before.quickest)
         return Trial(
@@ -111,47 +112,47 @@ class Built:
 
 @dataclass(frozen=True)
 class Workshop:
-    """Builds candidates: `builder` is the pattern for their builders, `table` has the engines of nodes."""
+    """Builds candidates: their builders are like `builder`, and `table` has the engines of nodes."""
 
     builder: Builder
     table: SupportTable
     finish: Finish
     eager: Callable[[], Compiled]  # the module that runs the model as it is
     error: Callable[[Compiled], float] = lambda module: math.inf  # end to end, against the model
-    may_vary_patterns: bool = True  # unless the user named them
+    may_vary_patterns: bool = True  # false if the user chose them
     began: float = field(default_factory=time.perf_counter)  # when the compile began
-    # Nodes that an engine failed on, found by bisection: they are not looked for again in its other variants.
+    # Nodes on which an engine failed. Their bisection is not repeated for the engine's other options.
     faults: dict[fx.Node, dict[str, str]] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether any of the graph runs on a GPU."""
+        """Whether a part of the graph runs on a GPU."""
         return uses_gpu(self.builder.module.graph)
 
     def workload(self, measured: Measured) -> Workload:
-        """The description of the workload for engines that are asked for options worth measuring."""
+        """The workload, from which engines propose options to measure."""
         thorough = measured.budget_s is not None
         return Workload(self.builder.module, self.on_gpu, measured.objective, thorough)
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The segments that would be built, if nothing fails."""
+        """The plan of a candidate, if no program fails."""
         builder = self._builder(candidate)
         return builder.plan(self._table(candidate)).plan
 
     def fingerprint(self, candidate: Candidate) -> str:
-        """Equal for candidates of which the same programs would be built."""
+        """A digest that is equal for candidates with the same programs."""
         if not candidate.engines:
             return candidate.name
         plan = self.plan(candidate)
-        inner = any(is_control_flow(node) for node in plan.nodes)  # bodies go to any of the engines
+        inner = any(is_control_flow(node) for node in plan.nodes)  # bodies may run on any of the engines
         used = sorted(e.key() for e in candidate.engines if inner or e.name in plan.engines)
         return digest(shape_of(plan), str(candidate.rewritten), *used)
 
     def build(self, candidate: Candidate, deadline: float | None = None, timed: Timed | None = None) -> Built:
-        """Build a candidate; every program of it is tried against PyTorch on the way.
+        """Build a candidate and compare every program with PyTorch.
 
-        No piece is begun after the `deadline`: OutOfTime then. None that answers wrongly is repaired where it
-        is slower than what is `timed`: TooSlow then.
+        OutOfTime if the `deadline` passes before the last piece. TooSlow if a program answers wrongly and is
+        slower than `timed`, so that a repair is not worth its time.
         """
         start = time.perf_counter()
         if not candidate.engines:
@@ -171,7 +172,7 @@ class Workshop:
         usual = pattern.settings
         tolerance = usual.tolerance
         if tolerance is not None and not candidate.is_exact:
-            tolerance = math.inf  # what counts is the error of the whole
+            tolerance = math.inf  # the whole module is compared instead
         settings = BuildSettings(
             usual.options.among(candidate.engine_names),
             usual.strategy if homes is None else at_homes(usual.strategy, homes),
@@ -190,7 +191,7 @@ class Workshop:
 
 
 def at_homes(base: Strategy, homes: Mapping[fx.Node, str]) -> Strategy:
-    """The strategy `base`, where a node that has a home goes there or to PyTorch."""
+    """The strategy `base`, which places a node of `homes` on its engine or in PyTorch."""
 
     def strategy(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions) -> Plan:
         refused: dict[fx.Node, dict[str, str]] = {}
@@ -209,13 +210,13 @@ def shape_of(plan: Plan) -> str:
 
 
 def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) -> list[Candidate]:
-    """The plans that the result must not be slower than; first the plan that is used without measuring."""
+    """The first plans of a search. The first of them is the plan that is used without measurements."""
     *others, pytorch = [engine for engine in engines if engine.is_exact]
     known = {engine.name: engine for engine in others}
     for engine in measured.candidates or ():
-        known.setdefault(engine.name, engine)  # an engine that is only named here
+        known.setdefault(engine.name, engine)  # an engine that only the candidates name
     alone = [Candidate(name, (engine, pytorch)) for name, engine in known.items()]
-    if not workshop.on_gpu:  # there an engine that is slow to build is the one taken without measuring
+    if not workshop.on_gpu:  # on a GPU, such an engine is used without measurements
         alone.sort(key=lambda candidate: candidate.is_slow_to_build)
     line_ups = [*alone[:1], *_in_pytorch(workshop, pytorch, measured), *alone[1:]]
     quick = [engine for engine in others if not engine.slow_to_build]
@@ -223,15 +224,15 @@ def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) 
         return line_ups
     together = Candidate(" > ".join(engine.name for engine in quick), (*quick, pytorch))
     used = [name for name in workshop.plan(together).engines if name != PYTORCH]
-    if len(used) < 2:  # one engine takes all that any takes, and its own plan is the same
+    if len(used) < 2:  # one engine accepts every node that another does: the plan is its own
         return sorted(line_ups, key=lambda candidate: candidate.name not in used)
     return [together, *line_ups]
 
 
 def _in_pytorch(workshop: Workshop, pytorch: Engine, measured: Measured) -> list[Candidate]:
-    """The graph in PyTorch, also by faster kernels, since that costs no build; and the model as it is.
+    """The graph in PyTorch, also with PyTorch's other options, and the unchanged model.
 
-    A model that writes to what measuring must not change does not run as it is.
+    A model that writes to its buffers or inputs is not measured unchanged, since a call would change them.
     """
     if workshop.builder.settings.options.require_full_compilation:
         return []
@@ -240,12 +241,12 @@ def _in_pytorch(workshop: Workshop, pytorch: Engine, measured: Measured) -> list
         graphs.append(Candidate(f"{PYTORCH}, {label}", (variant,), options=1))
     if workshop.builder.module.meta.get("writes"):
         return graphs
-    # Of two as fast, the graph: its weights are those that were compiled.
+    # The option makes the graph win if both are equally fast: its weights are frozen.
     return [*graphs, Candidate("eager", (), options=1)]
 
 
 def with_other_options(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
-    """A plan with other options of its first engine."""
+    """The plan with each of the other options of its first engine."""
     if not plan.engines:
         return []
     first, *rest = plan.engines
@@ -256,7 +257,7 @@ def with_other_options(plan: Candidate, workshop: Workshop, measured: Measured) 
 
 
 def _variants(engine: Engine, workshop: Workshop, measured: Measured) -> list[tuple[str, Engine]]:
-    """Other options of an engine, each with a label: the user's candidates, or what the engine proposes."""
+    """Other options of an engine, each with a label: the user's candidates, or the engine's own proposals."""
     if measured.candidates is None:
         return engine.variants(workshop.workload(measured))
     others = [other for other in measured.candidates if other.name == engine.name]
@@ -272,7 +273,7 @@ def _differences(engine: Engine, usual: Engine) -> str:
 
 
 def without_patterns(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
-    """A plan whose networks stay as they were converted, where that may make a difference."""
+    """The plan with networks that are not rewritten, if that may make a difference."""
     if not plan.engines or plan.engines[0].name == PYTORCH or plan.is_slow_to_build:
         return []
     if (

@@ -1,4 +1,4 @@
-"""From a model's graph and the engines at hand to the module that measured best."""
+"""The choice of the plan that measured fastest, for a model's graph and the installed engines."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def choose(
     context: str = "",
     tolerance: float | None = None,
 ) -> Compiled:
-    """The module that runs best here; results of an earlier compile are not measured again.
+    """The fastest module on this machine. A stored search of an earlier compile is not repeated.
 
-    `context` contains everything that the programs depend on besides graph, engines and options.
+    `context` has everything that programs depend on besides graph, engines and options.
     """
     engines = [engine.for_objective(measured.objective) for engine in engines]
     memory = Memory()
@@ -48,7 +48,7 @@ def choose(
     asked = f"{pattern.settings.options} {measured.objective} {len(pattern.examples)} {tolerance}"
     context = f"{asked} {sizes} {context}"
     if tolerance is not None:
-        context = f"{context} {_values(workshop)}"  # errors are those of these weights, on these examples
+        context = f"{context} {_values(workshop)}"  # errors depend on weights and examples
     key = _key(measured, workshop, engines, context)
     known = memory.findings(key)
     if known is not None and (known.complete or (measured.budget_s or 0.0) <= known.budget_s):
@@ -65,17 +65,17 @@ def choose(
 def _again(
     known: Findings, measured: Measured, workshop: Workshop, engines: Sequence[Engine]
 ) -> Compiled | None:
-    """The plan that won an earlier search, built again; None if the result differs from the measured one."""
+    """The fastest plan of an earlier search, built again; None if it differs from the measured one."""
     final = [trial for trial in known.trials if trial.final] or list(known.trials)
     if winner(final, usual=known.trials[0].name).name != known.chosen:
-        return None  # damaged, or decided by other rules
+        return None  # the findings are damaged, or another version decided
     trial = known.trial(known.chosen)
     try:
         candidate = _candidate(known, measured, workshop, engines)
         if candidate is None:
             return None
         built = workshop.build(candidate)
-    except IntarsiaError:  # a new search finds and reports the failures with these weights
+    except IntarsiaError:  # a new search reports it
         return None
     if built.shape != trial.shape or (known.tolerance is not None and built.error > known.tolerance):
         return None
@@ -105,7 +105,7 @@ def _key(measured: Measured, workshop: Workshop, engines: Sequence[Engine], cont
 
 
 def _values(workshop: Workshop) -> str:
-    """A digest of all numbers that results depend on."""
+    """A digest of all weights and examples."""
     state = workshop.builder.module.state_dict().values()
     tensors = [x for example in workshop.builder.examples for x in example]
     return digest(*(tensor_digest(x) if isinstance(x, torch.Tensor) else repr(x) for x in (*state, *tensors)))

@@ -1,4 +1,4 @@
-"""What was measured on the way to a plan: the decision by it, its text, its JSON; and the plan with it."""
+"""Findings: the measurements of a search, the decision by them, and their text and JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _BY_FAR = 1.3
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan, measured end to end. `blocks` names the engine of every block; a plan by one engine has none.
+    """One plan, measured end to end.
 
-    Round `i` of every plan of a race was run in turn with the others'. `options` counts the options that are
-    not the usual ones, `shape` is a digest of the plan that was built, after whatever had to leave an engine;
-    `final` says that it ran in the last, deciding race.
+    `seconds` has one number a round; plans of a race run in turns. `options` counts the options that differ
+    from the usual ones. `shape` is a digest of the plan that was built. `blocks` has the engine of every
+    block, if the plan is a mix. `final` says whether the plan ran in the last race, which decides.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Trial:
     shape: str = ""
     blocks: tuple[str, ...] = ()
     final: bool = False
-    error: float = 0.0  # end to end, where engines of shorter arithmetic take part
+    error: float = 0.0  # end to end, for engines of shorter arithmetic
     quickest: float = 0.0  # the quickest round of all races
 
     @property
@@ -42,7 +42,7 @@ class Trial:
 
     @property
     def spread(self) -> float:
-        """Half of the range that holds the middle half of the rounds."""
+        """Half of the range between the first and the third quartile of the rounds."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -50,18 +50,17 @@ class Trial:
 
     @property
     def size(self) -> tuple[int, int]:
-        """A plan is simpler with fewer segments or, with as many, fewer options of its own."""
+        """A plan is simpler if it has fewer segments or, with equally many, fewer options of its own."""
         return (self.segments, self.options)
 
 
 def winner(trials: Sequence[Trial], usual: str = "") -> Trial:
-    """The plan to use, a function of the measurements alone.
+    """The plan to use, which depends on the measurements only.
 
-    It is the simplest of those that no plan beats by more than the spread, and no plan as simple at all.
-    Of plans as simple as each other, the `usual` one, taken where nothing is measured, counts as simplest:
-    three rounds on a busy machine do not separate two engines that differ by a few per cent.
-    A plan with fewer rounds than others left the race because it was far behind: it is not compared by
-    rounds that it was spared, in which the machine may have been busy.
+    It is the simplest plan that no other is faster than by more than the spread, and no equally simple plan
+    is faster than at all. Of equally simple plans, the `usual` one, which is used without measurements,
+    counts as the simplest: three rounds on a busy machine cannot order engines that differ by a few per cent.
+    A plan with fewer rounds than the others left the race because it was slow, and is not considered.
 
     >>> winner([Trial("one", 1, (1.0, 1.1, 0.9, 1.0)), Trial("mix", 3, (0.98, 1.11, 0.91, 0.98))]).name
     'one'
@@ -82,24 +81,23 @@ def winner(trials: Sequence[Trial], usual: str = "") -> Trial:
 
 
 def is_faster(one: Trial, other: Trial) -> bool:
-    """Whether `one` beats `other` by more than the spread: in the median, and in three rounds of four.
+    """Whether `one` is faster than `other` by more than the spread: in the median and in 3 of 4 rounds.
 
-    By far in the median, most rounds are enough: of three, one may have met a hiccup of the machine.
-    Rounds are compared pair by pair, since what slows the machine down slows both of a round.
+    If it is much faster in the median, most rounds are enough, since one of three may have been disturbed.
+    Rounds are compared in pairs, since a disturbance of the machine slows both plans of a round.
     """
     rounds = list(zip(one.seconds, other.seconds, strict=False))
     won = sum(ours < theirs for ours, theirs in rounds)
     if one.median * _BY_FAR < other.median:
         return 2 * won > len(rounds)
-    # One or two rounds show no spread: a difference then has to be one that noise rarely makes.
+    # One or two rounds show no spread, so only a large difference counts.
     return len(rounds) >= _SHOWS_SPREAD and one.median < other.median and 4 * won >= 3 * len(rounds)
 
 
 def is_decided(trials: Sequence[Trial], rounds: int, usual: str = "") -> bool:
-    """Whether the rest of so many `rounds` need not be run: the simplest plan is kept.
+    """Whether the simplest plan wins without the rest of the `rounds`.
 
-    Every other plan has lost so many rounds to it that it cannot win three of four any more, and none is
-    ahead by far.
+    Every other plan has lost so many rounds to it that it cannot win three of four, and none is much faster.
 
     >>> one, mix = Trial("one", 1, (1.0, 1.1, 1.0)), Trial("mix", 3, (1.1, 1.2, 1.1))
     >>> is_decided([one, mix], rounds=9), is_decided([one, mix], rounds=20)
@@ -116,9 +114,9 @@ def is_decided(trials: Sequence[Trial], rounds: int, usual: str = "") -> bool:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block: where it begins, how many nodes it has, what it takes on each engine.
+    """One block: where it begins, how many nodes it has, and its seconds on each engine.
 
-    Blocks of the same `contents` were measured once.
+    Blocks with the same `contents` were measured once.
     """
 
     place: int
@@ -130,32 +128,32 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that was measured, in seconds a call; of several callers at once, a call's share of them."""
+    """All measurements of a search, in seconds a call; with several callers, the share of one call."""
 
     objective: str
     trials: tuple[Trial, ...] = ()
     chosen: str = ""
     blocks: tuple[BlockCost, ...] = ()
-    entering: Mapping[str, float] = field(default_factory=dict)  # the price of a crossing into an engine
-    left_out: tuple[str, ...] = ()  # what was not measured, and why
+    entering: Mapping[str, float] = field(default_factory=dict)  # the cost of a crossing into an engine
+    left_out: tuple[str, ...] = ()  # what was not measured, with reasons
     budget_s: float = 0.0
     spent_s: float = 0.0
-    complete: bool = True  # whether all was measured that a larger budget would measure
-    tolerance: float | None = None  # what the error may be; None where arithmetic is the model's own
-    errors: Mapping[str, float] = field(default_factory=dict)  # of the chosen plan's segments, by first node
-    remembered: bool = False  # whether this was measured by an earlier compile
+    complete: bool = True  # whether a larger budget would measure nothing more
+    tolerance: float | None = None  # the largest error allowed; None for the model's own arithmetic
+    errors: Mapping[str, float] = field(default_factory=dict)  # of the fastest plan's segments, by first node
+    remembered: bool = False  # whether an earlier compile measured this
 
     def trial(self, name: str) -> Trial:
         """The trial of that name."""
         return next(trial for trial in self.trials if trial.name == name)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain lists, tables, texts and numbers."""
+        """The findings as lists, dicts, strings and numbers."""
         return asdict(self)
 
     @staticmethod
     def from_dict(table: Mapping[str, Any]) -> Findings:
-        """The findings of `as_dict`, also after a way through JSON; ValueError for damaged ones."""
+        """The findings from a result of `as_dict`, also one from JSON; ValueError if it is damaged."""
         fields = dict(table)
         fields["trials"] = tuple(
             Trial(**{**trial, "seconds": tuple(trial["seconds"]), "blocks": tuple(trial["blocks"])})
@@ -179,12 +177,12 @@ class Findings:
 
 
 def engine_seconds(findings: Findings, engines: Sequence[str]) -> dict[str, float]:
-    """The time of the chosen plan on each engine in a call, if it was measured.
+    """The seconds of a call on each engine of the chosen plan, if they were measured.
 
     >>> blocks = (BlockCost(0, 1, "", "", {"a": 2.0}), BlockCost(1, 1, "", "", {"b": 1.0}))
     >>> mix = Trial("mix", 2, (3.1,), blocks=("a", "b"))
     >>> findings = Findings("latency", (mix,), "mix", blocks)
-    >>> engine_seconds(findings, ("a", "b")), segment_seconds(findings, ("a", "b"), 2)
+    >>> engine_seconds(findings, ("a", "b")), segment_seconds(findings, 2)
     ({'a': 2.0, 'b': 1.0}, [2.0, 1.0])
     """
     chosen = findings.trial(findings.chosen)
@@ -196,8 +194,8 @@ def engine_seconds(findings: Findings, engines: Sequence[str]) -> dict[str, floa
     return seconds
 
 
-def segment_seconds(findings: Findings, engines: Sequence[str], count: int) -> list[float | None]:
-    """The time of each of `count` segments: the blocks of a mix that follow each other on one engine."""
+def segment_seconds(findings: Findings, count: int) -> list[float | None]:
+    """The seconds of each of `count` segments, which are consecutive blocks of a mix on one engine."""
     chosen = findings.trial(findings.chosen)
     if count == 1:
         return [chosen.median]
@@ -211,11 +209,11 @@ def segment_seconds(findings: Findings, engines: Sequence[str], count: int) -> l
     return parts if len(parts) == count else [None] * count
 
 
-_BUSY = 1.5  # a median so many times the quickest round says more of the machine than of the plan
+_BUSY = 1.5  # if the median is this many times the fastest round, the machine was busy
 
 
 def findings_text(findings: Findings) -> str:
-    """The findings in lines, the quickest plan first, times in milliseconds."""
+    """The findings in lines, with the fastest plan first and times in milliseconds."""
     lines = [*_trials(findings)] if findings.trials else ["nothing was measured"]
     if findings.blocks:
         lines += _blocks(findings)
@@ -276,7 +274,7 @@ def _blocks(findings: Findings) -> Iterator[str]:
 
 
 def _runs(blocks: Sequence[BlockCost], runs: Sequence[str]) -> Iterator[tuple[int, int, BlockCost]]:
-    """Neighbouring blocks that are equal and run on the same engine, as one line."""
+    """The first and last number of equal neighbours on the same engine, with the first block."""
     first = 0
     for number in range(1, len(blocks) + 1):
         same = number < len(blocks) and blocks[number].contents == blocks[first].contents
@@ -306,12 +304,12 @@ class MeasuredPlan(Plan):
         return Group(super().__rich__(), Text(findings_text(self.findings)))
 
     def drawing(self, profile: Profile | None = None) -> Drawing:
-        """The contents of pictures, with the measurements."""
+        """The contents of drawings, with the measurements."""
         findings, drawn = self.findings, super().drawing(profile)
         if not findings.trials:
             return drawn
-        ranked = sorted(findings.trials, key=lambda trial: (not trial.final, trial.median))
-        seconds = segment_seconds(findings, drawn.engines, len(drawn.segments))
+        ranked = sorted(findings.trials, key=_rank)
+        seconds = segment_seconds(findings, len(drawn.segments))
         segments = (replace(s, seconds=t) for s, t in zip(drawn.segments, seconds, strict=True))
         trials = (
             DrawnTrial(t.name, t.median, t.spread, t.segments, t.name == findings.chosen, t.final)
@@ -330,12 +328,12 @@ class MeasuredPlan(Plan):
         )
 
     def to_json(self) -> str:
-        """Segments, and everything that was measured."""
+        """The plan as JSON, with the measurements."""
         return json.dumps({**json.loads(super().to_json()), "measured": self.findings.as_dict()}, indent=1)
 
 
 def measured_plan(plan: Plan, findings: Findings) -> MeasuredPlan:
-    """The plan with its findings, which say once that nodes were moved, not node by node."""
+    """The plan with its findings, without the reasons of nodes that a mix moved."""
     segments = []
     for segment in plan.segments:
         reasons = {

@@ -17,7 +17,7 @@ Objective = Literal["latency", "throughput"]
 
 
 def is_number(value: object) -> bool:
-    """Whether a user gave a number: True is none."""
+    """Whether an option's value is a number, which a boolean is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -69,7 +69,7 @@ SETTING = "INTARSIA_MEASURE"
 
 
 def is_measuring() -> bool:
-    """Whether `compile` measures where no engines and no partition are named; 0 in the environment says no.
+    """Whether `compile` measures if neither engines nor a partition are named; not if the variable is 0.
 
     >>> is_measuring() == (os.environ.get(SETTING, "1") == "1")
     True
@@ -81,7 +81,7 @@ def is_measuring() -> bool:
 
 
 def too_small_to_measure(module: fx.GraphModule) -> str | None:
-    """Why measuring a graph cannot pay, in a sentence; None where it may."""
+    """Why a graph is too small to measure, in a sentence; None if it is not."""
     total = sum(work(node) for node in module.graph.nodes if node.op == "call_function")
     if total >= LEAST_WORK:
         return None
@@ -92,15 +92,15 @@ def too_small_to_measure(module: fx.GraphModule) -> str | None:
 
 
 Precision = Literal["fp32", "bf16", "fp16", "int8", "int8-weights", "int4-weights"]
-SHORTENING_S = 30.0  # the budget where a tolerance is given and no budget: there is more to build
+SHORTENING_S = 30.0  # the budget with a tolerance, if the user sets none: there are more plans to build
 
 
 def allowed_arithmetic(
     precision: Precision | None, tolerance: float | None, *, verify: bool
 ) -> tuple[str, ...]:
-    """What besides the model's own arithmetic may be tried; nothing without a tolerance.
+    """The kinds of arithmetic besides the model's own that may be tried; none without a tolerance.
 
-    With `precision="fp32"` a tolerance is a bound for engines of the model's own arithmetic, and no more.
+    With `precision="fp32"`, a tolerance only bounds the error of engines with the model's own arithmetic.
 
     >>> allowed_arithmetic(None, 0.02, verify=True)
     ('bf16', 'fp16', 'int8', 'int8-weights', 'int4-weights')
@@ -126,7 +126,7 @@ def allowed_arithmetic(
 
 
 def refuse_short_engines(engines: Sequence[Engine]) -> None:
-    """Refuse to measure engines of shorter arithmetic where nothing says how far results may be off."""
+    """InputError for engines of shorter arithmetic that would be measured without a tolerance."""
     for engine in engines:
         if not engine.is_exact:
             raise InputError(

@@ -1,8 +1,8 @@
-"""Measurements on disk, by what they depend on: whole searches by model, costs by block.
+"""Measurements on disk, by everything that they depend on: whole searches by model, costs by block.
 
-What is remembered is the search: the winner is built and verified again, and if the result differs,
-everything is measured again. With a tolerance the key has a digest of weights and examples, since errors are
-those of numbers.
+A search is stored, and not its plan: the fastest plan is built and verified again. If the result differs,
+everything is measured again. With a tolerance, the key has a digest of weights and examples, since errors
+depend on them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from intarsia.engines import Engine
 from intarsia.graph.sizes import size_hint
 
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
-_SMALL = 64  # a whole-number constant of so few elements may steer a converter by its values
+_SMALL = 64  # elements of an integer constant whose values may decide what a converter does
 
 
 def contents(module: fx.GraphModule) -> str:
-    """A digest, equal for graphs of the same operators, arguments, edges, dtypes and sizes.
+    """A digest that is equal for graphs with the same operators, arguments, edges, dtypes and sizes.
 
-    Weights count by dtype and shape, not by value: equal layers of a model have one digest. (The build cache
-    has a digest of its own, `of_lowered`: a stored program depends on names and on every weight.)
+    Weights count by dtype and shape and not by value, so equal layers of a model have one digest. (The build
+    cache has a digest of its own, `of_lowered`: a stored program depends on names and on every weight.)
 
     >>> one, other = (torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2))
     >>> graphs = [torch.export.export(m, (torch.ones(1, 4),)).module() for m in (one, other)]
@@ -93,7 +93,7 @@ def _value(value: Any, symbols: dict[str, str]) -> str:
 
 
 def _size(size: Any, symbols: dict[str, str]) -> str:
-    """A size; symbols are named by the order in which they appear, with the example's value."""
+    """A size as text. Symbols are named in the order of their first use, with the example's value."""
     if isinstance(size, int):
         return str(size)
     text = _SYMBOL.sub(lambda match: symbols.setdefault(match[0], f"n{len(symbols)}"), str(size))
@@ -117,11 +117,11 @@ def _attribute(module: fx.GraphModule, path: str) -> Any:
     return value
 
 
-_KEPT = 2000  # searches, and costs; the oldest go first
+_MOST = 2000  # searches, and costs; the oldest are removed
 
 
 class Memory:
-    """Two tables in the cache directory. A key is made of all that a measurement depends on.
+    """Two tables in the cache directory. A key has everything that a measurement depends on.
 
     >>> import tempfile
     >>> memory = Memory(Path(tempfile.mkdtemp()))
@@ -136,31 +136,31 @@ class Memory:
         self._costs = JsonStore(folder / "costs.json")
 
     def findings(self, key: str) -> Findings | None:
-        """The result of an earlier search; None if there is none that can be read."""
+        """The result of an earlier search; None if there is none, or it cannot be read."""
         entry = self._searches.read().get(key)
         if not isinstance(entry, dict):
             return None
         try:
             return Findings.from_dict(entry)
-        except (AttributeError, KeyError, TypeError, ValueError):  # written by another version, or damaged
+        except (AttributeError, KeyError, TypeError, ValueError):  # another version's, or damaged
             return None
 
     def keep_findings(self, key: str, findings: Findings) -> None:
-        """Remember a search."""
-        self._searches.update({key: findings.as_dict()}, keep=_KEPT)
+        """Store a search."""
+        self._searches.update({key: findings.as_dict()}, keep=_MOST)
 
     def cost(self, key: str) -> float | None:
-        """Seconds that something took, if it was measured."""
+        """The stored seconds of a measurement; None if there are none."""
         cost = self._costs.read().get(key)
         return float(cost) if isinstance(cost, int | float) and cost >= 0 else None
 
     def keep_cost(self, key: str, seconds: float) -> None:
-        """Remember the seconds that something took."""
-        self._costs.update({key: seconds}, keep=_KEPT)
+        """Store the seconds of a measurement."""
+        self._costs.update({key: seconds}, keep=_MOST)
 
 
 def key_of(what: str, engines: Sequence[Engine], *more: str) -> str:
-    """The key of a measurement: what was measured, on which engines and options, on which machine."""
+    """The key of a measurement: what was measured, with which engines and options, on which machine."""
     running = [f"{engine.key()} {engine.version()}" for engine in engines]
     gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
     return digest(what, machine_key(), package_version("torch"), *gpu, *running, *more)

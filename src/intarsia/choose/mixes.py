@@ -1,9 +1,9 @@
-"""Mixes worth building: what blocks cost on each engine, and the cheapest ways through them.
+"""Mixes of engines: the costs of blocks on each engine, and the cheapest paths through them.
 
-Within a tolerance, engines of shorter arithmetic take all blocks, or all but the worst.
+Within a tolerance, engines of shorter arithmetic run all blocks, or all except the worst.
 
-Blocks only propose. Their costs leave out what engines do across them, so they are scaled to each engine's
-whole time, and whole plans decide.
+Costs of blocks only propose mixes. They do not include what engines do across blocks, so they are scaled to
+each engine's time for the whole model, and whole plans are measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Costs = Sequence[Mapping[str, float]]  # for each block, seconds on each engine 
 
 
 def path_cost(costs: Costs, entering: Mapping[str, float], path: Sequence[str]) -> float:
-    """Seconds of a way through the blocks: every block, and every entry into an engine.
+    """The seconds of a path through the blocks: every block, and every entry into an engine.
 
     >>> path_cost([{"a": 1.0, "b": 2.0}] * 2, {"a": 0.5, "b": 0.0}, ["a", "b"])
     3.5
@@ -48,16 +48,16 @@ def path_cost(costs: Costs, entering: Mapping[str, float], path: Sequence[str]) 
 
 
 def shortest_paths(costs: Costs, entering: Mapping[str, float], count: int = 1) -> list[tuple[str, ...]]:
-    """The `count` cheapest ways, cheapest first; of equal ones, that with fewer crossings, then by name.
+    """The `count` cheapest paths, in order. Of equal ones, that with fewer crossings is first, then by name.
 
-    Each state keeps its `count` best ways, so the search takes blocks x engines^2 x count steps.
+    The search takes blocks x engines^2 x count steps.
 
     >>> shortest_paths([{"a": 1.0, "b": 1.2}, {"a": 3.0, "b": 1.0}], {"a": 0.1, "b": 0.1})
     [('a', 'b')]
     """
     if not costs:
         return [()]
-    # For each engine the last block ran on: (seconds, crossings, way), best first.
+    # For each engine of the last block: (seconds, crossings, path), the cheapest first.
     states: dict[str, list[tuple[float, int, tuple[str, ...]]]] = {
         engine: [(entering[engine] + cost, 0, (engine,))] for engine, cost in costs[0].items()
     }
@@ -79,14 +79,14 @@ def shortest_paths(costs: Costs, entering: Mapping[str, float], count: int = 1) 
 
 
 Run = Callable[[], object]
-_TURNS = 30  # of every engine, when crossings are timed
+_TURNS = 30  # of every engine, in which crossings are timed
 
 
 @dataclass(frozen=True)
 class Costing:
-    """Measures blocks and crossings, unless they are remembered.
+    """Measures blocks and crossings, unless measurements are stored.
 
-    `context` is what programs depend on besides graph, engines and objective.
+    `context` has everything that programs depend on besides graph, engines and objective.
     """
 
     workshop: Workshop
@@ -98,10 +98,10 @@ class Costing:
     def costs(
         self, blocks: Blocks, inputs: Sequence[Any], enough: Callable[[str], bool]
     ) -> tuple[BlockCost, ...] | None:
-        """Seconds of every block on every engine that takes it; None if `enough` ended it before the last.
+        """The seconds of every block on every engine that takes it; None if `enough` stopped the measurement.
 
-        Equal blocks are measured once. `enough` receives the name of the next step, and returns whether to
-        stop.
+        Equal blocks are measured once. `enough` is called with the name of the next step, and returns whether
+        to stop.
         """
         known: dict[str, dict[str, float]] = {}
         fed = blocks.values(inputs)
@@ -114,7 +114,7 @@ class Costing:
         return tuple(replace(block, seconds=dict(known[block.contents])) for block in blocks.untimed())
 
     def entering(self) -> dict[str, float]:
-        """Seconds of a call that does next to nothing, made in turn with the other engines'."""
+        """The seconds of a call with almost no work on each engine, measured in turns."""
         key = key_of("crossing", self.engines, *self._names)
         costs = {name: self.memory.cost(f"{key} {name}") for name in self._names}
         if all(seconds is not None for seconds in costs.values()):
@@ -151,7 +151,7 @@ class Costing:
     def _run(
         self, module: fx.GraphModule, engine: Engine, inputs: list[Any], options: PartitionOptions
     ) -> Run | None:
-        """A block on one engine, with PyTorch for what it refuses; None where it takes nothing of it."""
+        """A block on one engine, with PyTorch for nodes that it refuses; None if it takes no node."""
         engines = [engine] if engine.name == PYTORCH else [engine, PyTorch()]
         builder = self.workshop.builder.of_block(module, engines, inputs, options=options, tolerance=None)
         plan, pieces, programs = builder.run(support_table(module, engines))
@@ -181,17 +181,17 @@ def _relu(x: torch.Tensor) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-_GAIN = 0.99  # of the best plan so far; a mix that promises less is not worth a build
-_LOOKED_AT = 24
+_GAIN = 0.99  # of the fastest plan so far; a mix that may be slower than this is not built
+_LOOKED_AT = 24  # paths
 
 
 def calibrated(
     blocks: Sequence[BlockCost], entering: Mapping[str, float], alone: Mapping[str, float]
 ) -> list[dict[str, float]]:
-    """The blocks' costs, less the call that each was measured with, to the scale of whole plans.
+    """The blocks' costs, without the cost of a call, scaled to whole plans.
 
-    Blocks of one engine that run as one segment take less, or more, than one by one: their sum is set to what
-    the engine took for the whole model `alone`.
+    The blocks of one engine take less, or more, as one segment than one by one. So their sum is set to the
+    time that the engine takes for the whole model `alone`.
 
     >>> blocks = [BlockCost(0, 1, "", "", {"a": 2.0}), BlockCost(1, 1, "", "", {"a": 4.0})]
     >>> calibrated(blocks, {"a": 1.0}, {"a": 3.0})
@@ -215,7 +215,7 @@ def promising_mixes(
     best: float,
     count: int,
 ) -> list[tuple[str, ...]]:
-    """At most `count` ways of more than one engine that promise to be faster than `best`, cheapest first."""
+    """At most `count` paths over several engines whose cost is below `best`, the cheapest first."""
     costs = calibrated(blocks, entering, alone)
     price = {engine: entering.get(engine, 0.0) for cost in costs for engine in cost}
     ways = shortest_paths(costs, price, _LOOKED_AT)
@@ -224,7 +224,7 @@ def promising_mixes(
 
 
 def mix(blocks: Blocks, engines: Sequence[Engine], way: Sequence[str]) -> Candidate:
-    """The candidate that runs block `i` on `way[i]`, with a name that no other mix has."""
+    """The candidate that runs block `i` on `way[i]`, with a unique name."""
     bounds = [i for i in range(len(way)) if i == 0 or way[i] != way[i - 1]]
     parts = [f"{way[i]} {i}-{end - 1}" for i, end in zip(bounds, [*bounds[1:], len(way)], strict=True)]
     name = f"mix of blocks: {', '.join(parts)}"
@@ -232,7 +232,7 @@ def mix(blocks: Blocks, engines: Sequence[Engine], way: Sequence[str]) -> Candid
 
 
 def shortened(module: fx.GraphModule, engines: Sequence[Engine]) -> list[Candidate]:
-    """Every engine of shorter arithmetic alone, where it is of use, PyTorch for what it refuses."""
+    """Every engine of shorter arithmetic that can be faster, with PyTorch for nodes that it refuses."""
     quantized = any(dequantizes(node.target) for node in module.graph.nodes)
     able = [e for e in engines if not e.is_exact and (quantized or not e.quantized_only)]
     return [Candidate(e.name, (e, engines[-1]), options=1) for e in able]
@@ -241,7 +241,7 @@ def shortened(module: fx.GraphModule, engines: Sequence[Engine]) -> list[Candida
 def block_error(
     workshop: Workshop, blocks: Blocks, number: int, engine: Engine, inputs: list[object]
 ) -> float:
-    """The error of one block on an engine of shorter arithmetic, given what PyTorch makes of those before."""
+    """The error of one block on an engine of shorter arithmetic, with PyTorch's results of earlier blocks."""
     module, engines = blocks.pieces[number].module, [engine, PyTorch()]
     builder = workshop.builder.of_block(module, engines, inputs, tolerance=math.inf)
     builder.run(support_table(module, engines))
@@ -256,7 +256,7 @@ def with_exact_blocks(
     count: int,
     engines: Sequence[Engine],
 ) -> Candidate:
-    """The blocks on an engine of shorter arithmetic, but for the `count` of the largest errors.
+    """The blocks on an engine of shorter arithmetic, except the `count` blocks with the largest errors.
 
     >>> worst_of([0.1, 0.5, 0.2], 2)
     [1, 2]

@@ -1,6 +1,6 @@
-"""Races of plans: how they are called, which plans run in the last one, for how many rounds.
+"""Races of plans: how plans are called, which of them run in the last race, and for how many rounds.
 
-`Progress` has what is left of the time, and `no_room` asks for memory before another plan is built.
+`Progress` has the time that is left, and `no_room` checks the free memory before another plan is built.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from intarsia.logs import tell
 from intarsia.timing import PAUSE_S, Timing, race
 
 Timed = Callable[[], object]
-_CALLS = 4  # of every thread, in one burst
+_CALLS = 4  # of every thread in one burst
 
 
 def callers() -> int:
-    """How many threads call at once when throughput is measured."""
+    """The number of threads that call at once when throughput is measured."""
     return max(2, torch.get_num_threads())
 
 
@@ -40,7 +40,7 @@ def race_plans(
     known_s: Mapping[str, float] | None = None,
     is_decided: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds of every plan in every round; for throughput, of a call its share of them. See `race`.
+    """The seconds of every plan in every round; for throughput, the share of one call. See `race`.
 
     >>> sorted(race_plans({"a": lambda: None}, "throughput", rounds=2, budget_s=1.0))
     ['a']
@@ -74,7 +74,7 @@ def race_plans(
 
 def _burst(pool: ThreadPoolExecutor, call: Timed, threads: int) -> Timed:
     def work() -> None:
-        with torch.no_grad():  # which every thread has for itself
+        with torch.no_grad():  # it applies to one thread
             for _ in range(_CALLS):
                 call()
 
@@ -85,18 +85,18 @@ def _burst(pool: ThreadPoolExecutor, call: Timed, threads: int) -> Timed:
     return burst
 
 
-SPREAD_ROUNDS = 3  # show a spread
-_QUICK_S = 3.0  # what those may take without asking a budget
-_CALM_ROUNDS = 4  # of which a hiccup may spoil one; of three it would decide
-SURE_ROUNDS, _SURE_S = 9, 2.0  # so many if they take no more
+SPREAD_ROUNDS = 3  # the fewest rounds that show a spread
+_QUICK_S = 3.0  # rounds that take less than this do not count against a budget
+_CALM_ROUNDS = 4  # one disturbance of the machine does not decide among so many; among three it would
+SURE_ROUNDS, _SURE_S = 9, 2.0  # this many rounds, if they take no longer
 _SHARE = 0.2  # of a budget, for a race of slow plans
-_NEAR, _PAIR = 1.1, 2  # so near the best, and so many at least, are all that a race of slow plans has
+_NEAR, _PAIR = 1.1, 2  # a race of slow plans has those this near to the fastest, and at least two
 
 Trials = Mapping[str, Trial]
 
 
 def round_s(names: Sequence[str], trials: Trials) -> float:
-    """The estimated time of a round; a plan without a race counts as fast as the leader."""
+    """The estimated time of a round. A plan without a measurement counts as fast as the leader."""
     lead = min(trial.median for trial in trials.values())
     return sum(trials[name].median if name in trials else lead for name in names)
 
@@ -107,10 +107,10 @@ def is_quick(names: Sequence[str], trials: Trials, rounds: int = SPREAD_ROUNDS) 
 
 
 def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> int:
-    """Rounds that the rest of a budget does not shorten; but one call may take longer than all of it.
+    """The number of rounds that are run on a spent budget, unless one call takes longer than all of it.
 
-    Of slow plans, those that fit into a part of the budget that was given: a whole search is for nothing if
-    one round, in which the machine was busy, decides.
+    For slow plans, it is the number that fits into a part of the user's budget. With one round, a disturbance
+    of the machine could decide the whole search.
     """
     took = round_s(names, trials)
     if not is_quick(names, trials):
@@ -119,9 +119,9 @@ def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) ->
 
 
 def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> list[str]:
-    """Who runs: those that were built since, and the leaders, or where calls take long those near the best.
+    """The plans that run: new ones, and the leaders or, if calls are slow, those near the fastest.
 
-    Three rounds of two plans are more informative than one round of six.
+    Three rounds of two plans tell more than one round of six.
     """
     near = sorted(leaders, key=lambda name: trials[name].quickest)
     while len(near) > _PAIR and SURE_ROUNDS * round_s([*near, *fresh], trials) > _SURE_S:
@@ -133,7 +133,7 @@ def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> lis
 
 
 def least_s(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> float:
-    """The least time of a race of the plans nearest to the best, including warm-up and pauses."""
+    """The least time of a race of the plans near the fastest, with warm-up and pauses."""
     if not trials:
         return 0.0
     leaders = [name for name in names if name in trials]
@@ -142,7 +142,7 @@ def least_s(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> floa
 
 
 class Progress:
-    """The time that a search has spent, and what its line on a terminal says."""
+    """The time that a search has spent, and its line on a terminal."""
 
     def __init__(self, budget_s: float = math.inf) -> None:
         self._began = time.perf_counter()
@@ -159,25 +159,25 @@ class Progress:
 
     @property
     def deadline(self) -> float:
-        """When the budget is spent, by `time.perf_counter`."""
+        """The time at which the budget is spent, by `time.perf_counter`."""
         return self._began + self.budget_s
 
     def tell(self, what: str) -> None:
-        """Say what happens now."""
+        """Show what runs now."""
         best = f"; best so far {self._best}" if self._best else ""
         tell(f"{what}{best} (Ctrl-C takes the best)", None if math.isinf(self.budget_s) else self.left_s)
 
     def best(self, name: str, seconds: float) -> None:
-        """Say which plan leads."""
+        """Show which plan is the fastest so far."""
         self._best = f"{name}, {seconds * 1e3:.2f} ms"
 
 
-_COPIES = 2.0  # a packed copy, and what building takes besides
+_COPIES = 2.0  # of the weights: a packed copy, and what building needs
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def no_room(module: fx.GraphModule) -> str | None:
-    """Why another plan of this graph may not fit into memory, in a clause; None where it does."""
+    """Why another plan of this graph may need too much memory, in a clause; None if it does not."""
     weights = {id(t): t for t in _constants(module)}
     needs = _COPIES * sum(t.numel() * t.element_size() for t in weights.values())
     free = free_bytes()
@@ -187,7 +187,7 @@ def no_room(module: fx.GraphModule) -> str | None:
 
 
 def free_bytes() -> int | None:
-    """Memory that this process may still take, according to Linux; None on other systems."""
+    """The memory that this process may still use, on Linux; None on other systems."""
     limits = [value for value in (_available(), _left_to_group()) if value is not None]
     return min(limits, default=None)
 
@@ -202,7 +202,7 @@ def _available() -> int | None:
 
 
 def _left_to_group() -> int | None:
-    """The memory that the limit of a container leaves."""
+    """The memory that is left of a container's limit."""
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         return limit - int((_CGROUP / "memory.current").read_text())

@@ -1,4 +1,4 @@
-"""The search for the best plan: every engine alone, options, mixes by block, and a last race that decides."""
+"""The search for the fastest plan: engines alone, options, mixes of blocks, and the race that decides."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import IntarsiaError, first_line
 from intarsia.partition import PYTORCH
 
-SLOW_BUILD_S = 60.0  # what an engine that is slow to build may take
-_BLOCKS = (12, 6, 3)  # the most blocks that a graph is cut into; fewer where time is short
-_RESERVE = 0.3  # the part of the budget that is kept for building mixes and for the last race
+SLOW_BUILD_S = 60.0  # the time that an engine which is slow to build may take
+_BLOCKS = (12, 6, 3)  # the most blocks of a graph; fewer if time is short
+_RESERVE = 0.3  # the part of the budget for building mixes and for the last race
 _RACE_S = 0.1  # of one block on one engine
-_MIXES = 3  # how many are built
-_CLOSE = 1.3  # who is slower after the first race does not run in the last
-_NEAR = 1.1  # and who is slower than this does not run without patterns, unless a budget is set
-_AGAIN = 1.7  # without a budget given, measuring may take so many times what the first plan took
+_MIXES = 3  # that are built
+_CLOSE = 1.3  # plans slower than this after the first race do not run in the last
+_NEAR = 1.1  # and without a budget, plans slower than this are not tried without patterns
+_AGAIN = 1.7  # without a budget, measuring may take this many times the time of the first plan
 
 
 @dataclass
@@ -54,20 +54,20 @@ class Search:
     sample: Sample
     memory: Memory
     progress: Progress
-    context: str = ""  # what the programs depend on besides graph, engines and options
-    tolerance: float | None = None  # how far results may be off; None for exact arithmetic
+    context: str = ""  # everything that programs depend on besides graph, engines and options
+    tolerance: float | None = None  # the largest error of results; None for exact arithmetic
     build_s: dict[tuple[str, ...], float] = field(default_factory=dict, init=False)  # by engines
     blocks: tuple[BlockCost, ...] = field(default=(), init=False)
     entering: dict[str, float] = field(default_factory=dict, init=False)
     errors: list[IntarsiaError] = field(default_factory=list, init=False)
     interrupted: bool = field(default=False, init=False)
-    _planned: set[str] = field(default_factory=set, init=False)  # fingerprints of what was built
+    _planned: set[str] = field(default_factory=set, init=False)  # fingerprints of built plans
 
     def __post_init__(self) -> None:
         self.plans = Standings(self.measured, self.sample, self.progress)
 
     def run(self) -> tuple[Built, Findings]:
-        """The best plan that was built, verified and measured, and all that was found out."""
+        """The fastest plan that was built, verified and measured, and the findings."""
         try:
             self._search()
         except KeyboardInterrupt:
@@ -80,12 +80,12 @@ class Search:
 
     def _search(self) -> None:
         first, *others = line_ups(self.workshop, self.engines, self.measured)
-        # Who gave a tolerance wants shorter arithmetic tried, before an engine that may take all the time.
+        # With a tolerance, shorter arithmetic is tried before an engine that may take all the time.
         later = [other for other in others if self.tolerance is not None and other.is_slow_to_build]
         self._build_all([first, *(other for other in others if other not in later)])
         if not self.plans.built:
             raise self.errors[0]
-        rounds = 5 if self.measured.budget_s else 3  # that show which plans may win; the last race decides
+        rounds = 5 if self.measured.budget_s else 3  # enough to show which plans may win the last race
         self.plans.race(list(self.plans.built), final=False, rounds=rounds, share=0.15)
         leaders = self.plans.close(_CLOSE)
         variants = self._variants(leaders)
@@ -101,22 +101,23 @@ class Search:
             trials |= {name: replace(trials[name], final=True) for name in leaders}
 
     def _variants(self, leaders: Sequence[str]) -> list[Candidate]:
-        """Other options of all that they may bring to the front; then the leaders without patterns.
+        """Other options of all plans that these may make the fastest; then the leaders without patterns.
 
-        Spinning threads make up for more than `_CLOSE`: those of a recurrent layer meet at every step.
+        Options can gain more than `_CLOSE`: without spinning threads, each step of a recurrent layer is
+        slower.
         """
         candidates = {name: built.candidate for name, built in self.plans.built.items()}
         near = [candidates[name] for name in self.plans.close(FAR)]
         variants = [
             other for plan in near for other in with_other_options(plan, self.workshop, self.measured)
         ]
-        # Patterns are applied where they pay, so to leave them out gains little.
+        # Patterns are applied only if they are faster, so leaving them out gains little.
         for name in leaders if self.measured.budget_s else self.plans.close(_NEAR):
             variants += without_patterns(candidates[name], self.workshop, self.measured)
         return variants
 
     def _limit(self) -> None:
-        """Set the budget after the first plan is built: the time of compiling is then known."""
+        """Set the budget after the first plan was built, when the time of a compile is known."""
         if not math.isinf(self.progress.budget_s):
             return
         if self.measured.budget_s is None:
@@ -126,15 +127,15 @@ class Search:
             self.progress.budget_s = self.measured.budget_s
 
     def _mixes(self) -> list[Candidate]:
-        """Mixes that the costs of blocks promise to be faster than any plan so far."""
-        if self.workshop.on_gpu:  # one CUDA graph runs the whole: what blocks take one by one says little
+        """Mixes that may be faster than any plan so far, by the costs of blocks."""
+        if self.workshop.on_gpu:  # one CUDA graph runs the whole model, so times of single blocks say little
             return []
         quick = [engine for engine in self.engines if engine.is_exact and not engine.slow_to_build]
         blocks = self._affordable_blocks(len(quick))
         if len(quick) < 2 or blocks is None:
             return []
-        # In a network of equal layers, the engine that leads does so in each of them. Blocks were 7 of the
-        # 57 s of CPU time that DistilBERT with sizes that vary was compiled for.
+        # In a network of equal layers, the same engine is the fastest in each. Measuring blocks took 7 of 57
+        # s of CPU time for DistilBERT with sizes that vary.
         if self.measured.budget_s is None and blocks.is_repetitive:
             self.plans.leave_out(
                 "mixes: one engine leads in a network of equal layers; a budget measures its blocks"
@@ -156,7 +157,7 @@ class Search:
         return [mix(blocks, quick, way) for way in ways]
 
     def _shortened(self, lead: str) -> list[str]:
-        """Plans in shorter arithmetic whose error stays within the tolerance; the others are dropped."""
+        """Plans in shorter arithmetic whose error is within the tolerance."""
         if self.tolerance is None:
             return []
         fitting = []
@@ -184,7 +185,7 @@ class Search:
         return False
 
     def _with_exact_blocks(self, short: Engine, lead: str) -> list[str]:
-        """The short engine with its worst blocks on the leading exact engine: as few of them as will do."""
+        """The short engine, with as few of its worst blocks as necessary on the leading exact engine."""
         blocks = self._affordable_blocks(1)
         exact = next((e for e in self.plans.built[lead].candidate.engines if e.is_exact), self.engines[-1])
         if blocks is None:
@@ -209,9 +210,9 @@ class Search:
         return []
 
     def _affordable_blocks(self, engines: int) -> Blocks | None:
-        """Blocks as small as the time that is left allows; None without waists, or without time."""
+        """Blocks as small as the remaining time allows; None without waists, or without time."""
         builder = self.workshop.builder
-        if self.blocks:  # findings describe one way to cut
+        if self.blocks:  # findings have the blocks of one cut
             return blocks_at(builder.module, [block.place for block in self.blocks[1:]])
         left = self.progress.left_s - _RESERVE * self.progress.budget_s
         whole = (sum if engines > 1 else max)(self.build_s.values())
@@ -233,10 +234,10 @@ class Search:
         return f"{self.progress.budget_s:.3g} s"
 
     def _build_all(self, candidates: Sequence[Candidate]) -> list[str]:
-        """Build those that fit the budget and are not what was built before; the names of what was built."""
+        """Build the candidates that fit the budget and differ from built ones; returns their names."""
         names = []
         for candidate in candidates:
-            if candidate.name in self.plans.trials:  # raced already: a line-up may have options of its own
+            if candidate.name in self.plans.trials:  # a line-up may have been measured with options already
                 continue
             favoured = self._is_favoured(candidate)
             if self.plans.built and (reason := self._too_late(candidate)):
@@ -253,12 +254,12 @@ class Search:
             except OutOfTime as error:
                 self.plans.leave_out(f"{candidate.name}: {error}")
                 continue
-            except IntarsiaError as error:  # such as require_full_compilation, which this plan cannot fulfil
+            except IntarsiaError as error:  # such as require_full_compilation, which this plan cannot meet
                 self.errors.append(error)
                 self.plans.left_out.append(f"{candidate.name}: {first_line(error)}")
                 continue
             self.plans.built[candidate.name] = built
-            if not candidate.is_slow_to_build:  # which is no evidence about the others
+            if not candidate.is_slow_to_build:  # its time says nothing about the others
                 self.build_s[candidate.engine_names] = built.build_s
             names.append(candidate.name)
             self._limit()
@@ -276,7 +277,7 @@ class Search:
         return Timed(numbers[0], lambda: min(map(self.plans.quickest_call, self.plans.near.values())))
 
     def _is_favoured(self, candidate: Candidate) -> bool:
-        """Whether it is built regardless of time, because no budget is set and it is known to be faster."""
+        """Whether it is built regardless of time, since no budget is set and it is known to be faster."""
         if self.measured.budget_s is not None or not candidate.is_slow_to_build:
             return False
         workload = self.workshop.workload(self.measured)
@@ -297,7 +298,7 @@ class Search:
         if left <= 0:
             return f"the budget of {self._budget} is spent"
         others = any(engine.name != PYTORCH for engine in candidate.engines)
-        needs = self._expected_build_s(candidate) if others else 0.0  # PyTorch's plan is there at once
+        needs = self._expected_build_s(candidate) if others else 0.0  # PyTorch's plan needs no build
         if others and (reason := self._no_room()) is not None:
             return reason
         needs += least_s([*self.plans.near, candidate.name], self.plans.trials, self.measured.budget_s or 0.0)
@@ -307,14 +308,15 @@ class Search:
         return None
 
     def _expected_build_s(self, candidate: Candidate) -> float:
-        """The time of its engines with other options, or else of any engine: they do not differ much."""
+        """The build time of its engines with other options, or else of any engine, which differ little."""
         return self.build_s.get(candidate.engine_names) or max(self.build_s.values(), default=0.0)
 
     def _no_room(self) -> str | None:
-        """Why another plan may not fit into memory, after the programs of plans far behind were dropped.
+        """Why another plan may need too much memory, after the programs of slow plans were released.
 
-        Each may hold a copy of the weights. Where there is room they stay: a plan may be far behind because
-        the machine was busy (of Mixtral the fastest plan, 1.30 s, was dropped, and one of 2.01 s selected).
+        Each may have a copy of the weights. They are released only if necessary, since a plan may be slow
+        because the machine was busy: of Mixtral, the fastest plan (1.30 s) was dropped, and one of 2.01 s
+        selected.
         """
         reason = no_room(self.workshop.builder.module)
         if reason is None or not self.plans.behind & self.plans.built.keys():

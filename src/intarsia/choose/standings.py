@@ -1,4 +1,4 @@
-"""The plans that a search has built, their measured times, and the races between them."""
+"""Standings: the plans that a search has built, their measured times, and the races between them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from intarsia.choose.race import (
     race_plans,
 )
 from intarsia.errors import EngineError
+from intarsia.partition import PYTORCH
 
 FAR = 1.6  # plans this slow in two rounds leave the race, and no options of them are tried
 _ROUNDS = 20  # of the race that decides
@@ -27,45 +28,46 @@ _AHEAD = 1.03  # another plan's median is faster than the selected plan's by thi
 
 @dataclass
 class Standings:
-    """Plans by name: what was built, what a call takes, and which are far behind."""
+    """Plans by name: the built ones, their measured times, and the slow ones."""
 
     measured: Measured
     sample: Sample
     progress: Progress
     built: dict[str, Built] = field(default_factory=dict, init=False)
     trials: dict[str, Trial] = field(default_factory=dict, init=False)
-    behind: set[str] = field(default_factory=set, init=False)  # which do not run in the last race
-    left_out: list[str] = field(default_factory=list, init=False)  # what was not measured, and why
-    complete: bool = field(default=True, init=False)  # whether a larger budget would measure no more
+    behind: set[str] = field(default_factory=set, init=False)  # plans that do not run in the last race
+    left_out: list[str] = field(default_factory=list, init=False)  # what was not measured, with reasons
+    complete: bool = field(default=True, init=False)  # whether a larger budget would measure nothing more
 
     def last_race(self, names: Sequence[str]) -> None:
-        """The race that decides; once more where another plan seems faster than the selected one.
+        """Run the race that decides, and a second one if another plan may be faster than the selected one.
 
-        With dropped plans, where the machine was so busy that one of them may be faster; or with
-        only those that are ahead in the median, but did not win three rounds of four.
+        That may be a dropped plan, if the machine was busy. Otherwise it is a plan that is ahead in the
+        median, but did not win three of four rounds.
         """
-        # They were 15 of the 52 s of CPU time that BERT with sizes that vary was compiled for, in 20 rounds.
+        # With 20 rounds, the race took 15 of 52 s of CPU time to compile BERT with sizes that vary.
         is_long = self.measured.budget_s is None and not is_quick(names, self.trials, _ROUNDS)
         rounds = SURE_ROUNDS if is_long else _ROUNDS
         self.race(names, final=True, rounds=rounds, share=0.2)
-        kept = self.trials[self.leader()]
+        leader = self.trials[self.leader()]
         standing = [trial for trial in self.trials.values() if trial.name in self.built]
-        again = [trial.name for trial in standing if trial.final or self._may_beat(trial, kept)]
+        again = [trial.name for trial in standing if trial.final or self._may_beat(trial, leader)]
         if all(self.trials[name].final for name in again):
-            again = [kept.name, *(t.name for t in standing if t.final and t.median * _AHEAD < kept.median)]
+            ahead = (t.name for t in standing if t.final and t.median * _AHEAD < leader.median)
+            again = [leader.name, *ahead]
         if len(again) > 1 and self.fits_a_race(again):
             # Rounds of different races are not compared.
             self.trials = {name: replace(trial, final=False) for name, trial in self.trials.items()}
             self.race(again, final=True, rounds=rounds, share=0.2)
 
     def fits_a_race(self, names: Sequence[str]) -> bool:
-        """Whether there is time for three more rounds, or they take little and a spread is not known yet."""
+        """Whether there is time for three more rounds, or they are short and needed to show a spread."""
         took = SPREAD_ROUNDS * sum(self.trials[name].median for name in names)
         shown = min(len(self.trials[name].seconds) for name in names) >= SPREAD_ROUNDS
         return took < self.progress.left_s or (not shown and is_quick(names, self.trials))
 
     def quickest_call(self, built: Built) -> float:
-        """About what a call takes, to see whether a plan is worth more work; infinite where it fails."""
+        """The approximate seconds of a call; infinite if it fails."""
         call, failed = {"": built.call(self.sample)}, dict[str, Exception]()
         race = race_plans(call, self.measured.objective, rounds=2, least=1, budget_s=0.0, failed=failed)
         return min(race.get("", (math.inf,)))
@@ -85,7 +87,7 @@ class Standings:
             budget_s=budget,
             drop=FAR,
             failed=failed,
-            known_s={name: self.trials[name].quickest for name in names if name in self.trials},
+            known_s=self._known_s(names),
             is_decided=partial(self._is_decided, rounds) if final else None,
         )
         for name, error in failed.items():
@@ -100,28 +102,36 @@ class Standings:
         lead = min(took, key=lambda name: self.trials[name].median)
         self.progress.best(lead, self.trials[lead].median)
 
+    def _known_s(self, names: Sequence[str]) -> dict[str, float]:
+        """What a call of a plan has taken; of the model as it is, and of its graph, at verification."""
+        known = {name: self.trials[name].quickest for name in names if name in self.trials}
+        if self.measured.objective == "latency":
+            as_it_is = [n for n in names if n == PYTORCH or not self.built[n].candidate.engines]
+            known = {**dict.fromkeys(as_it_is, self.sample.eager_s), **known}
+        return known
+
     def _is_decided(self, rounds: int, took: Mapping[str, Sequence[float]]) -> bool:
         trials = [self.built[name].trial(tuple(seconds), final=True) for name, seconds in took.items()]
         return is_decided(trials, rounds, usual=next(iter(self.trials)))
 
     def close(self, times: float) -> list[str]:
-        """The plans within so many times the best, in order, by quickest rounds: few have no safe middle."""
+        """The plans whose fastest round is within `times` the best, in order. A median needs more rounds."""
         ranked = sorted(self.trials.values(), key=lambda trial: min(trial.seconds))
         limit = min(ranked[0].seconds) * times
         return [trial.name for trial in ranked if min(trial.seconds) <= limit]
 
-    def _may_beat(self, trial: Trial, kept: Trial) -> bool:
-        """Whether a dropped plan seems faster, and is not far behind the quickest round of all."""
+    def _may_beat(self, trial: Trial, leader: Trial) -> bool:
+        """Whether a dropped plan may be faster: its fastest round is, and is near the fastest of all."""
         best = min(other.quickest for other in self.trials.values())
-        return trial.quickest < min(kept.median, FAR * best)
+        return trial.quickest < min(leader.median, FAR * best)
 
     @property
     def near(self) -> dict[str, Built]:
-        """The plans that stand, but for those far behind."""
+        """The built plans without those far behind."""
         return {name: built for name, built in self.built.items() if name not in self.behind}
 
     def leader(self) -> str:
-        """The plan that the measurements so far select; of races, the deciding one counts."""
+        """The name of the plan that the measurements select so far. After the last race, only that counts."""
         decided = [trial for trial in self.trials.values() if trial.final]
         measured = [trial for trial in decided or self.trials.values() if trial.name in self.built]
         if not measured:
@@ -129,6 +139,6 @@ class Standings:
         return winner(measured, usual=next(iter(self.trials))).name
 
     def leave_out(self, reason: str) -> None:
-        """Note what a larger budget would measure."""
+        """Note why something was not measured, which a larger budget would measure."""
         self.left_out.append(reason)
         self.complete = False

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.utils import _pytree as pytree
 
+from intarsia.choose.measured import Measured, Objective
+from intarsia.choose.race import race_plans
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
-from intarsia.engines import default_engines
+from intarsia.engines import NetworkEngine, RuntimeFile, default_engines, known_engines
 from intarsia.errors import error_text
 from intarsia.logs import working
 from intarsia.timing import Timing, race
@@ -54,9 +61,20 @@ def compare(
     *,
     torch_compile: bool = False,
     seconds: float = 20.0,
+    objective: Objective = "latency",
+    exported: bool = False,
 ) -> Comparison:
-    """Compile a model for each engine alone and with the measured plan, and time all of them in turns."""
+    """Compile a model for each engine alone and with the measured plan, and time all of them in turns.
+
+    Dynamic sizes are timed at three lengths: the example's, a half and a quarter. For "throughput", several
+    threads call at the same time, and the time is divided by the number of calls.
+    """
     model, options = specimen.module, dict(options or {})
+    if objective == "throughput":
+        options.setdefault("partition", Measured(objective))
+    varies = specimen.dynamic_shapes is not None and "attention_mask" in specimen.kwargs
+    calls_of = [specimen, specimen.shortened(2), specimen.shortened(4)] if varies else [specimen]
+    failed: dict[str, str] = {}
     peers: dict[str, Callable[..., Any]] = {EAGER: model}
     if torch_compile:
         peers[TORCH_COMPILE] = torch.compile(model)
@@ -67,24 +85,26 @@ def compare(
         peers[f"intarsia, {label}"] = compiled
         notes += [note for note in compiled.notes if note not in notes]
         plan = str(getattr(compiled, "plan", compiled))
+    if exported:
+        others, failed = _exported_peers(specimen)
+        peers |= others
     calls: dict[str, Callable[[], Any]] = {}
     errors: dict[str, float] = {}
-    failed: dict[str, str] = {}
     with torch.no_grad():
-        expected = model(*specimen.args, **specimen.kwargs)
+        expected = [model(*one.args, **one.kwargs) for one in calls_of]
         for name, peer in peers.items():
-            call = _call(peer, specimen)
+            call = _call(peer, calls_of)
             try:
                 with working(f"running {name}"):
-                    errors[name] = relative_error(call(), expected)
-            except Exception as error:  # a failure of torch.compile is a result, any other is a defect
-                if name != TORCH_COMPILE:
+                    errors[name] = _error(call(), expected)
+            except Exception as error:  # a failure of another peer is a result; one of ours is a defect
+                if name.startswith("intarsia") or name == EAGER:
                     raise
                 failed[name] = error_text(error)
                 continue
             calls[name] = call
         with working(f"timing {len(calls)} peers", seconds):
-            times = race(calls, budget_s=seconds)
+            times = _timed(calls, objective, seconds)
     weights = sum(p.numel() for p in model.parameters())
     kind = type(specimen.model).__name__
     return Comparison(kind, weights, torch.get_num_threads(), times, errors, plan, tuple(notes), failed)
@@ -124,5 +144,57 @@ def _engine_choices(chosen: list[str] | None) -> list[tuple[str, list[str] | Non
     return [*alone, ("measured", chosen)]
 
 
-def _call(peer: Callable[..., Any], specimen: Specimen) -> Callable[[], Any]:
-    return lambda: peer(*specimen.args, **specimen.kwargs)
+def _call(peer: Callable[..., Any], specimens: Sequence[Specimen]) -> Callable[[], list[Any]]:
+    return lambda: [peer(*one.args, **one.kwargs) for one in specimens]
+
+
+def _timed(calls: Mapping[str, Callable[[], Any]], objective: Objective, seconds: float) -> dict[str, Timing]:
+    if objective == "latency":
+        return race(calls, budget_s=seconds)
+    rounds = race_plans(calls, objective, rounds=30, budget_s=seconds)
+    return {name: Timing(median(s), min(s), len(s), s) for name, s in rounds.items()}
+
+
+def _error(outputs: Sequence[Any], expected: Sequence[Any]) -> float:
+    """The largest error, by tensors in order: the runtime of a file returns a flat list of tensors."""
+    pairs = [[_tensors(one) for one in side] for side in (outputs, expected)]
+    return max(relative_error(tensors, references) for tensors, references in zip(*pairs, strict=True))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _exported_peers(specimen: Specimen) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
+    """The model exported by `torch.onnx.export`, in each runtime that reads it; and the errors of others."""
+    peers: dict[str, Callable[..., Any]] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        export = partial(torch.onnx.export, specimen.model, specimen.args, path, kwargs=specimen.kwargs)
+        try:
+            with working("exporting by torch.onnx"):
+                export(dynamo=True, dynamic_shapes=specimen.dynamic_shapes, verbose=False)
+        except Exception as error:
+            return {}, {"torch.onnx.export": error_text(error)}
+        for name, kind in known_engines().items():
+            if not issubclass(kind, NetworkEngine) or kind.based_on is not None:
+                continue
+            if kind.open is NetworkEngine.open:
+                continue  # the engine reads no files
+            label, engine = f"torch.onnx + {name}", kind()
+            if engine.unavailable() is None:
+                try:
+                    peers[label] = _opened(engine.open(path))
+                except Exception as error:
+                    failed[label] = error_text(error)
+    return peers, failed
+
+
+def _opened(file: RuntimeFile) -> Callable[..., list[torch.Tensor]]:
+    def run(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        values = [x.numpy() for x in _tensors((args, kwargs))]
+        results = file.run(dict(zip(file.inputs, values, strict=True)))
+        return [torch.from_numpy(array) for array in results]
+
+    return run

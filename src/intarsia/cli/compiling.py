@@ -177,6 +177,16 @@ def bench(
     padded: Annotated[
         int | None, typer.Option(help="Rows of token ids, with an attention_mask that hides padding.", min=1)
     ] = None,
+    varying: Annotated[
+        bool, typer.Option(help="Padded rows whose batch and length vary: time three lengths in turn.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Times the example is repeated in a batch.", min=1)] = 1,
+    objective: Annotated[
+        str, typer.Option(help="latency, or throughput: several threads call at once.")
+    ] = "latency",
+    exported: Annotated[
+        bool, typer.Option(help="Time what torch.onnx exports, in each engine's own runtime.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Time a model on each engine, on the measured plan, in eager PyTorch and in torch.compile."""
@@ -184,10 +194,21 @@ def bench(
     from intarsia.cli.model import resolve
 
     options = compile_options(engines, None, choices)
-    specimen = resolve(model, full=full, dtype=dtype)
+    if varying and padded is None:
+        raise InputError("--varying needs --padded ROWS")
+    if objective not in ("latency", "throughput"):
+        raise InputError(f"--objective {objective} is none of latency, throughput")
+    specimen = resolve(model, full=full, dtype=dtype).repeated(batch)
     if padded is not None:
-        specimen = specimen.padded(padded)
-    comparison = compare(specimen, options, torch_compile=torch_compile, seconds=seconds)
+        specimen = specimen.padded(padded, varying=varying)
+    comparison = compare(
+        specimen,
+        options,
+        torch_compile=torch_compile,
+        seconds=seconds,
+        objective=objective,  # type: ignore[arg-type]
+        exported=exported,
+    )
     if json:
         print_json(comparison.as_dict())
     else:

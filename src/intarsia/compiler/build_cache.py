@@ -165,7 +165,10 @@ _PACKAGES = ("torch", "onnx", "onnx_ir", "numpy")  # engines state their own ver
 
 
 def of_lowered(lowered: Lowered) -> Iterator[str]:
-    """A graph as text, with everything that its results depend on."""
+    """A graph as text, with everything that its results depend on.
+
+    `choose.memory.contents` leaves out names and values, so that equal layers have one measured time.
+    """
     yield from _graph(lowered.module)
     yield repr((lowered.inputs, lowered.outputs, lowered.in_spec, lowered.out_spec))
     yield repr((lowered.input_names, lowered.guards, lowered.notes))

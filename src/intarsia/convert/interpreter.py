@@ -18,6 +18,7 @@ from intarsia.errors import ConversionError, IntarsiaError
 from intarsia.graph.nodes import origin_of
 from intarsia.network import Dim, Network, Shape, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
+from intarsia.quantized import EMBEDDING, INTEGER_LINEAR, LINEAR
 
 aten = torch.ops.aten
 # torch refuses their indices out of range even where no element is computed.
@@ -251,6 +252,9 @@ def dry_convert(
 
 def signature_of(node: fx.Node, constants: dict[fx.Node, Any]) -> Signature:
     """Equal for nodes that any converter treats alike: target, arguments, dtypes, shapes, small constants."""
+    if node.target in (LINEAR, EMBEDDING, INTEGER_LINEAR):  # no converter reads the numbers of their weights
+        inputs = {source: constants[source] for source in node.all_input_nodes if source in constants}
+        constants = {source: value.to("meta") for source, value in inputs.items()}
     return (node.target, _describe(node.args, constants), _describe(node.kwargs, constants))
 
 

@@ -270,7 +270,10 @@ class NetworkEngine(Engine):
         raise EngineError(f"{self.name} has no files of its own")
 
     def open(self, path: Path) -> RuntimeFile:
-        """A file of this kind, loaded by the engine's own runtime; EngineError if it refuses the file."""
+        """A file of this kind, or an ONNX file, loaded by the engine's own runtime.
+
+        EngineError if it refuses the file.
+        """
         raise EngineError(f"{self.name} has no files of its own")
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:

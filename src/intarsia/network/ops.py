@@ -31,7 +31,7 @@ class Op:
     commutative: bool = False
     """Its two operands can be exchanged."""
     range: Range | None = None
-    """All of its results lie in this range (apart from NaN)."""
+    """All of its numbers lie in this range (apart from NaN)."""
     counts: bool = False
     """Its integers are indices or sizes, never negative."""
     multiplies_weights: bool = False
@@ -91,13 +91,13 @@ OPS: dict[str, Op] = {
     "Gelu": Op(operands=1),
     "HardSigmoid": Op(operands=1, range=_UNIT),
     "HardSwish": Op(operands=1),
-    "IsInf": Op(operands=1, range=_UNIT),
-    "IsNaN": Op(operands=1, range=_UNIT),
+    "IsInf": Op(operands=1),
+    "IsNaN": Op(operands=1),
     "LeakyRelu": Op(operands=1),
     "Log": Op(operands=1),
     "Mish": Op(operands=1),
     "Neg": Op(operands=1),
-    "Not": Op(operands=1, range=_UNIT),
+    "Not": Op(operands=1),
     "Reciprocal": Op(operands=1),
     "Relu": Op(operands=1),
     "Round": Op(operands=1),
@@ -113,26 +113,26 @@ OPS: dict[str, Op] = {
     "Tanh": Op(operands=1, range=_SIGNED_UNIT),
     # Two operands, element by element.
     "Add": Op(operands=2, commutative=True),
-    "And": Op(operands=2, commutative=True, range=_UNIT),
+    "And": Op(operands=2, commutative=True),
     "BitShift": Op(operands=2),
     "BitwiseAnd": Op(operands=2, commutative=True),
     "BitwiseOr": Op(operands=2, commutative=True),
     "BitwiseXor": Op(operands=2, commutative=True),
     "Div": Op(operands=2),
-    "Equal": Op(operands=2, compares=True, commutative=True, range=_UNIT),
-    "Greater": Op(operands=2, compares=True, range=_UNIT),
-    "GreaterOrEqual": Op(operands=2, compares=True, range=_UNIT),
-    "Less": Op(operands=2, compares=True, range=_UNIT),
-    "LessOrEqual": Op(operands=2, compares=True, range=_UNIT),
+    "Equal": Op(operands=2, compares=True, commutative=True),
+    "Greater": Op(operands=2, compares=True),
+    "GreaterOrEqual": Op(operands=2, compares=True),
+    "Less": Op(operands=2, compares=True),
+    "LessOrEqual": Op(operands=2, compares=True),
     "Max": Op(operands=2, commutative=True),
     "Min": Op(operands=2, commutative=True),
     "Mod": Op(operands=2),
     "Mul": Op(operands=2, commutative=True),
-    "Or": Op(operands=2, commutative=True, range=_UNIT),
+    "Or": Op(operands=2, commutative=True),
     "PRelu": Op(operands=2),
     "Pow": Op(operands=2),
     "Sub": Op(operands=2),
-    "Xor": Op(operands=2, commutative=True, range=_UNIT),
+    "Xor": Op(operands=2, commutative=True),
     # Products, norms and sequences.
     "Conv": Op(multiplies_weights=True),
     "ConvTranspose": Op(multiplies_weights=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -22,6 +22,7 @@ from intarsia.lower import Lowered
 from intarsia.refitting import make_refittable
 from intarsia.runtime.call_interface import CallInterface, Check, FixedInput
 from intarsia.runtime.fallback import WithFallback
+from intarsia.runtime.frozen_module import FrozenModule
 from intarsia.runtime.inlay import Assembly, Inlay
 from intarsia.runtime.ownership import constants_of
 from intarsia.runtime.results import ResultPlan
@@ -45,7 +46,6 @@ NOT_TRANSFORMED = (
     "it runs on engines, which torch.func (vmap, grad, jvp, jacrev) cannot transform; transform the original"
     " model, or compile a module that calls the transformation"
 )
-NOT_SHARED = "engines have their own memory; save the module, and load the file in every process"
 NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the original model"
 
 
@@ -111,12 +111,11 @@ class _Fit:
         self.checks_weights = True
 
 
-class Compiled(nn.Module):
+class Compiled(FrozenModule):
     """A model whose pieces run on engines. Call it like the model.
 
     It computes what the model computes in evaluation, with the weights that the model had when it was
-    compiled. It has no gradients. `plan` says what runs where, and `notes` has further information for the
-    user.
+    compiled. It has no gradients. `plan` says what runs where, and `notes` has further information.
 
     >>> import intarsia
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),), engines="pytorch")
@@ -339,25 +338,11 @@ class Compiled(nn.Module):
         whole = None if is_traced() else fit.whole  # `run` records the name of each segment
         return fit.results.finish(flat, fit.run(inputs) if whole is None else whole(*inputs))
 
-    # Methods of `nn.Module` that would change weights.
-
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segment{'s' * (len(self.plan) != 1)} on {', '.join(self.plan.engines)}"
 
-    def train(self, mode: bool = True) -> Self:
-        """A compiled module computes what the model does in evaluation; `train()` is an error."""
-        if mode:
-            raise InputError(
-                "a compiled module has no gradients and cannot be"
-                " trained; train the model, and compile it again"
-            )
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # `half()`, `to()`, `cuda()` and similar methods call this, also those of a module that contains this
-        # one.
-        refuse_conversion(fn, self._fit.state.values())
-        return self
+    def _weights(self) -> Iterable[torch.Tensor]:
+        return self._fit.state.values()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination.update({prefix + name: tensor for name, tensor in self._fit.state.items()})
@@ -371,21 +356,6 @@ class Compiled(nn.Module):
                     f"{prefix}{name} belongs to a compiled module, whose weights are frozen; load it into the"
                     " model and compile it again"
                 )
-
-    def share_memory(self) -> Self:
-        """Raise InputError, since engines have memory of their own."""
-        raise InputError(NOT_SHARED)
-
-
-def refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
-    """InputError if a function gives weights another dtype or device."""
-    for dtype, device in {(tensor.dtype, tensor.device) for tensor in weights}:
-        converted = fn(torch.empty((0,), dtype=dtype, device=device))
-        if (converted.dtype, converted.device) != (dtype, device):
-            raise InputError(
-                f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
-                f" {converted.dtype} on {converted.device} and compile it"
-            )
 
 
 def _run_eagerly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

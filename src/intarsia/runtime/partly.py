@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,8 +14,9 @@ from torch import nn
 from intarsia.capture.protect import evaluating, shared_copy
 from intarsia.errors import InputError
 from intarsia.graph.plan import Plan
-from intarsia.runtime.compiled import NOT_SHARED, Compiled, refuse_conversion
+from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.freshness import Freshness, weights_of
+from intarsia.runtime.frozen_module import FrozenModule
 from intarsia.runtime.weights import warn_of_change
 
 
@@ -63,7 +64,7 @@ class PartForward:
         return self.otherwise(*args, **kwargs)
 
 
-class PartlyCompiled(nn.Module):
+class PartlyCompiled(FrozenModule):
     """A model some of whose submodules run on engines. Call it like the model; it computes as in evaluation.
 
     `parts` are the compiled submodules by path, `plan` has their plans, and `notes` say what is not compiled
@@ -124,21 +125,8 @@ class PartlyCompiled(nn.Module):
             with evaluating(self.model):
                 return self.model(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> PartlyCompiled:
-        """A compiled module computes what the model does in evaluation; `train()` is an error."""
-        if mode:
-            raise InputError(
-                "a compiled module computes what the model does in evaluation; train the model itself"
-            )
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartlyCompiled:
-        refuse_conversion(fn, chain(self.parameters(), self.buffers()))
-        return self
-
-    def share_memory(self) -> PartlyCompiled:
-        """Raise InputError, since engines have memory of their own."""
-        raise InputError(NOT_SHARED)
+    def _weights(self) -> Iterable[torch.Tensor]:
+        return chain(self.parameters(), self.buffers())
 
     def uncompiled(self) -> nn.Module:
         """The model without its compiled parts, in evaluation; its weights are shared."""

@@ -1,9 +1,9 @@
 """From the intervals of a layer's operands to those of its results.
 
 Weights, norms and functions with bounds limit a tensor; movement keeps a bound, sums and products widen it.
-An operator without a rule may make any value, which costs another guard, or leaves a layer to PyTorch. A rule
-serves some model of `bench/specimens.py` (without that of sums BERT has 27 guards instead of 2, without
-`_deviation` Llama has 67 instead of 1), or the integers that OpenVINO computes in float32.
+An operator without a rule may make any value, which costs another guard, or leaves a layer to PyTorch. Each
+was left out in turn over `bench/specimens.py` (without that of sums BERT has 27 guards instead of 2, without
+`_deviation` Llama 67 instead of 1); those without effect there are for integers and for sizes that vary.
 """
 
 from __future__ import annotations

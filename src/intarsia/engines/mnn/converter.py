@@ -158,11 +158,17 @@ def converted(net: Network, timeout_s: float = 600.0) -> tuple[bytes, Checks]:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "model.onnx"), Path(folder, "model.mnn")
         source.write_bytes(proto.SerializeToString())
-        files = ["--modelFile", str(source), "--MNNModel", str(target)]
-        output = _run(["mnnconvert", "-f", "ONNX", "--bizCode", "intarsia", *files], timeout_s)
-        if not target.exists() or not target.stat().st_size:
-            raise EngineError(f"MNN's converter refuses {net.name}: {_reason(output)}")
+        reason = convert_file(source, target, timeout_s)
+        if reason is not None:
+            raise EngineError(f"MNN's converter refuses {net.name}: {reason}")
         return target.read_bytes(), checks
+
+
+def convert_file(source: Path, target: Path, timeout_s: float = 600.0) -> str | None:
+    """Write an ONNX file as a file of MNN's; why its converter refuses it, or None."""
+    files = ["--modelFile", str(source), "--MNNModel", str(target)]
+    output = _run(["mnnconvert", "-f", "ONNX", "--bizCode", "intarsia", *files], timeout_s)
+    return None if target.exists() and target.stat().st_size else _reason(output)
 
 
 def _run(arguments: Sequence[str], timeout_s: float) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
 from intarsia.cache.machine import has_bfloat16_tiles
-from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, WeightFile
+from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, RuntimeFile, WeightFile
 from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.mnn.library import library, silent_stdout
 from intarsia.engines.mnn.program import CHECKS, MnnProgram
 from intarsia.engines.ports import Ports
 from intarsia.engines.processor import is_arm, thread_count
@@ -90,6 +88,11 @@ class MNN(NetworkEngine):
         model, checks = converted(net)
         return self._program(model, Ports.of(net), checks)
 
+    def open(self, path: Path) -> RuntimeFile:
+        from intarsia.engines.mnn.file import MnnFile
+
+        return MnnFile(path, self.threads)
+
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """MNN's own file, weights and all: in a layout of its own, so they cannot be shared."""
         from intarsia.engines.mnn.converter import converted
@@ -107,11 +110,11 @@ class MNN(NetworkEngine):
         return self._program(bytes(blob), Ports.from_json(about["ports"]), Checks.from_json(about["checks"]))
 
     def _program(self, model: bytes, ports: Ports, checks: Checks) -> Program:
-        nn = _library()
+        nn = library()
         settings = {"backend": "CPU", "precision": self.precision, "numThread": thread_count(self.threads)}
         names = [[port.name for port in side] for side in (ports.inputs, ports.outputs)]
         names[1] += [CHECKS] * bool(checks.computed)
-        with tempfile.TemporaryDirectory() as folder, _silent_stdout():  # MNN reads modules from files alone
+        with tempfile.TemporaryDirectory() as folder, silent_stdout():  # MNN reads modules from files alone
             runtime = nn.create_runtime_manager((settings,))
             runtime.set_hint(_WINOGRAD_HINT, self.winograd)
             path = os.path.join(folder, "model.mnn")
@@ -143,33 +146,3 @@ class MNNFp16(MNN):
     @property
     def coarsest(self) -> float:
         return 2.0**-10
-
-
-@functools.cache
-def _library() -> Any:
-    with _silent_stdout():
-        import MNN.nn
-    return MNN.nn
-
-
-_stdout_lock = threading.Lock()
-
-
-@contextmanager
-def _silent_stdout() -> Iterator[None]:
-    """Within it the process writes nothing to its standard output: MNN prints what the processor can do.
-
-    It prints by C's library, which holds text back: that is written out before and after.
-    """
-    flush = ctypes.CDLL(None).fflush
-    with _stdout_lock:
-        flush(None)
-        remaining, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, 1)
-            yield
-        finally:
-            flush(None)
-            os.dup2(remaining, 1)
-            os.close(remaining)
-            os.close(nowhere)

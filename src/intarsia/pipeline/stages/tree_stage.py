@@ -1,4 +1,8 @@
-"""A stage of a model that is cut between calls of its modules."""
+"""A stage of a model that is cut between calls of its modules.
+
+Such a model has no graph: `torch.export` refuses it. The stage runs the modules themselves, and what a
+`Stage` reads in its graph (what is written and drawn, which values cross a border) is seen on the example.
+"""
 
 from __future__ import annotations
 
