@@ -74,7 +74,7 @@ def _integer_linear(
     if middle:
         sums = sums + weight.sum(1, dtype=torch.int32) * middle
     result = sums.to(torch.promote_types(x.dtype, torch.float32))
-    # In this order Inductor does not take the scale for that of the activations (torch 2.13), which is NaN then.
+    # The other way round Inductor takes it for the scale of the activations, and makes NaN (torch 2.13).
     result = result if scale is None else scale * result
     if nan is None:
         result = result.masked_fill(x.isnan().any(-1).reshape(-1, 1), torch.nan)
