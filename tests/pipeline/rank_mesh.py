@@ -130,7 +130,7 @@ def mesh_refusals(folder):
     for shape, names in (((2, 2), ("a", "b")), ((2, 2), ("pipeline", "expert")), ((4,), ("pipeline",))):
         other = init_device_mesh("cpu", shape, mesh_dim_names=names)
         with pytest.raises(
-            PartitionError, match=r"one must be of pipeline, pp.*one of tensor, tp, and no others"
+            PartitionError, match=r"it needs one of pipeline, pp.*one of tensor, tp, and no others"
         ):
             parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=other)
     with pytest.raises(PartitionError, match="not both"):

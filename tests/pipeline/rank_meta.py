@@ -22,7 +22,7 @@ def meta(folder, saved):
         empty = type(model)(model.config).eval()
     loss_of(model(*args, **kwargs), target).backward()
     parts = split(empty, args, kwargs, stages=2, by="memory")
-    with pytest.raises(InputError, match=r"is on the meta device: give the stages weights"):
+    with pytest.raises(InputError, match=r"is on the meta device: load weights by load\(path\)"):
         parts.distributed("1F1B", 2, loss_fn=loss_of)
     lost = Weights(folder, rename=lambda name: "x." + name)
     with pytest.raises(InputError, match=r"lacks x\."):

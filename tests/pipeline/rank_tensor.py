@@ -109,13 +109,13 @@ def tensor_refusals():
     parts = split(model_of(), (x,), stages=2, by="memory", way="modules")
     options = {"loss_fn": F.mse_loss, "mesh": mesh}
     for stages, plan, words in (
-        (by_graph, PLAN, "stages cut by the graph call no modules: split with way='modules'"),
-        (parts, None, "needs tensor_plan= beside it"),
+        (by_graph, PLAN, "stages cut by the graph call no modules: use split"),
+        (parts, None, "has a dimension 'tensor', which needs tensor_plan="),
         (parts, {"*.upp": ColwiseParallel()}, r"names '\*.upp', which no stage calls; did you mean '3.up'"),
     ):
         with pytest.raises(PartitionError, match=words):
             stages.distributed("1F1B", 2, tensor_plan=plan, **options)
-    with pytest.raises(PartitionError, match="needs mesh= with a dimension beside it"):
+    with pytest.raises(PartitionError, match="tensor_plan= needs mesh= with a dimension 'tensor'"):
         parts.distributed("1F1B", 2, tensor_plan=PLAN, loss_fn=F.mse_loss)
     both = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pipeline", "tensor", "shard"))
     with pytest.raises(PartitionError, match="'shard' and 'tensor' both divide stages"):

@@ -124,7 +124,7 @@ def token_means():
     model.zero_grad()
     pipe = parts.distributed("1F1B", 4, loss_fn=own)
     words = (
-        "Give loss_weight=" if pipe.is_last else "rank 1 failed with PipelineError in the loss of the whole"
+        "Use loss_weight=" if pipe.is_last else "rank 1 failed with PipelineError in the loss of the whole"
     )
     with pytest.raises(PipelineError, match=words):
         pipe.step(ids, target=labels)

@@ -66,8 +66,8 @@ def compare(
 ) -> Comparison:
     """Compile a model for each engine alone and with the measured plan, and time all of them in turns.
 
-    Sizes that vary are timed at three lengths: the example's, a half and a quarter. For "throughput", several
-    threads call at once, and a time is a call's share.
+    Dynamic sizes are timed at three lengths: the example's, a half and a quarter. For "throughput", several
+    threads call at the same time, and the time is divided by the number of calls.
     """
     model, options = specimen.module, dict(options or {})
     if objective == "throughput":
@@ -97,7 +97,7 @@ def compare(
             try:
                 with working(f"running {name}"):
                     errors[name] = _error(call(), expected)
-            except Exception as error:  # another's failure is a result; ours would be a defect
+            except Exception as error:  # a failure of another peer is a result; one of ours is a defect
                 if name.startswith("intarsia") or name == EAGER:
                     raise
                 failed[name] = error_text(error)
@@ -151,14 +151,14 @@ def _call(peer: Callable[..., Any], specimens: Sequence[Specimen]) -> Callable[[
 def _timed(calls: Mapping[str, Callable[[], Any]], objective: Objective, seconds: float) -> dict[str, Timing]:
     if objective == "latency":
         return race(calls, budget_s=seconds)
-    took = race_plans(calls, objective, rounds=30, budget_s=seconds)
-    return {name: Timing(median(s), min(s), len(s), s) for name, s in took.items()}
+    rounds = race_plans(calls, objective, rounds=30, budget_s=seconds)
+    return {name: Timing(median(s), min(s), len(s), s) for name, s in rounds.items()}
 
 
-def _error(answers: Sequence[Any], expected: Sequence[Any]) -> float:
-    """By tensors in order: a runtime of files returns a list of them, whatever the model returns."""
-    pairs = [[_tensors(one) for one in side] for side in (answers, expected)]
-    return max(relative_error(ours, theirs) for ours, theirs in zip(*pairs, strict=True))
+def _error(outputs: Sequence[Any], expected: Sequence[Any]) -> float:
+    """The largest error, by tensors in order: the runtime of a file returns a flat list of tensors."""
+    pairs = [[_tensors(one) for one in side] for side in (outputs, expected)]
+    return max(relative_error(tensors, references) for tensors, references in zip(*pairs, strict=True))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -166,7 +166,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _exported_peers(specimen: Specimen) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-    """What `torch.onnx.export` makes of a model, in each runtime that reads it; and which failed, and why."""
+    """The model exported by `torch.onnx.export`, in each runtime that reads it; and the errors of others."""
     peers: dict[str, Callable[..., Any]] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -175,19 +175,19 @@ def _exported_peers(specimen: Specimen) -> tuple[dict[str, Callable[..., Any]], 
         try:
             with working("exporting by torch.onnx"):
                 export(dynamo=True, dynamic_shapes=specimen.dynamic_shapes, verbose=False)
-        except Exception as failure:
-            return {}, {"torch.onnx.export": error_text(failure)}
+        except Exception as error:
+            return {}, {"torch.onnx.export": error_text(error)}
         for name, kind in known_engines().items():
             if not issubclass(kind, NetworkEngine) or kind.based_on is not None:
                 continue
             if kind.open is NetworkEngine.open:
-                continue  # it has no files
+                continue  # the engine reads no files
             label, engine = f"torch.onnx + {name}", kind()
             if engine.unavailable() is None:
                 try:
                     peers[label] = _opened(engine.open(path))
-                except Exception as failure:
-                    failed[label] = error_text(failure)
+                except Exception as error:
+                    failed[label] = error_text(error)
     return peers, failed
 
 

@@ -141,6 +141,7 @@ def run(
 
     Without MODEL, train a small language model and compare its gradients with those of the plain model.
     """
+    from intarsia.pipeline.distributed.placement import schedule_class
     from intarsia.pipeline.schedules import find_schedule
 
     _import(imports)
@@ -149,7 +150,7 @@ def run(
     if "RANK" not in os.environ:
         _check_positive(ranks=ranks, microbatches=microbatches, steps=steps, timeout=timeout)
         _check_positive(batch=batch, length=length, rate=rate, every=every)
-        _check_schedule(schedule, ranks, microbatches)
+        schedule_class(schedule, ranks, microbatches)  # raises here, not on every rank
         if resume and save is None:
             raise PartitionError("--resume needs --save, the folder of the checkpoints")
         if curve is not None:
@@ -178,18 +179,6 @@ def _check_positive(**options: float) -> None:
     for name, value in options.items():
         if value <= 0:
             raise PartitionError(f"--{name}={value} must be more than 0")
-
-
-def _check_schedule(schedule: str, ranks: int, microbatches: int) -> None:
-    """Raise PartitionError before processes start for a schedule that every rank would refuse."""
-    from intarsia.pipeline.distributed.placement import schedule_class
-    from intarsia.pipeline.schedules import find_schedule
-
-    schedule_class(schedule)
-    definition = find_schedule(schedule)
-    reason = None if definition is None else definition.refusal(ranks, microbatches)
-    if reason is not None:
-        raise PartitionError(reason)
 
 
 def _import(names: Sequence[str] | None) -> None:

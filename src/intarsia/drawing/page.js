@@ -1,10 +1,10 @@
 "use strict";
-// The report. Whatever comes from a model is put into the page by textContent, never as markup.
+// The report. Text from a model is inserted by textContent, never as markup.
 
 const top_drawing = JSON.parse(document.getElementById("content").textContent);
 const by_id = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const MANY = 60; // a module with more parts than this shows them in groups
+const MANY = 60; // a module with more parts shows them in groups
 
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -83,8 +83,8 @@ function leaves_of(item) {
   return item.children ? item.children.flatMap(leaves_of) : [item.node];
 }
 
-// One graph: its tree, what is open, and how it lies. Each open module is laid out by itself, its parts as boxes, so
-// that the time is that of what is seen and not of the whole graph.
+// One graph: its tree, its open modules, and their layout. Each open module is laid out by itself, with its parts as
+// boxes, so that the layout takes time only for visible parts.
 
 class Graph {
   constructor(drawing) {
@@ -97,7 +97,7 @@ class Graph {
     this.open_first();
   }
 
-  open_first() { // what is open at first: modules from the outermost on, while little is seen
+  open_first() { // open modules at the start, the outermost first, until enough parts are visible
     let seen = this.root.children.length;
     for (const queue = [...this.root.children]; queue.length; ) {
       const item = queue.shift();
@@ -131,7 +131,7 @@ class Graph {
     return edges;
   }
 
-  engine_shares(item) { // how much of an item's nodes each engine runs
+  engine_shares(item) { // the share of an item's nodes on each engine
     if (!this.shares.has(item.id)) {
       const counts = new Map();
       for (const number of leaves_of(item)) {
@@ -206,7 +206,7 @@ class Graph {
   }
 }
 
-// What is seen of it.
+// The visible part of the graph.
 
 const view = { x: 0, y: 0, scale: 1 };
 const canvas = by_id("graph");
@@ -264,7 +264,7 @@ function draw_item(item, parent, x, y, width, height) {
   if (is_open) draw_group(item, box, x, y + 24);
 }
 
-function toggle(item) { // what was clicked stays under the pointer
+function toggle(item) { // the clicked item stays under the pointer
   const before = places.get(item.id);
   graph.toggle(item);
   draw();
@@ -358,7 +358,7 @@ by_id("fit").addEventListener("click", fit);
 by_id("expand").addEventListener("click", () => { graph.open_level(); draw(); });
 by_id("collapse").addEventListener("click", () => { graph.close_all(); draw(); fit(); });
 
-// Beside the graph: what was clicked.
+// The details of the clicked item, beside the graph.
 
 function link(text, action) {
   return element("a", { class: "link", role: "button", tabindex: "0", onclick: action,
@@ -416,9 +416,9 @@ function show_segment(number) {
     element("h2", {}, `Segment ${number} on ${segment.engine}`),
     first < 0 ? "" : link("show in the graph", () => { go_to(graph.leaves[first]); show_segment(number); }),
     facts([["nodes", String(segment.nodes)], ["time", segment.seconds === null ? "" : milliseconds(segment.seconds)],
-      ["takes in", segment.inputs.join(", ")], ["gives out", segment.outputs.join(", ")],
-      ["crossing in", bytes(segment.bytes_in)], ["crossing out", bytes(segment.bytes_out)],
-      ["stands alone", segment.alone ? "yes" : ""]]),
+      ["inputs", segment.inputs.join(", ")], ["outputs", segment.outputs.join(", ")],
+      ["bytes in", bytes(segment.bytes_in)], ["bytes out", bytes(segment.bytes_out)],
+      ["never merged", segment.alone ? "yes" : ""]]),
     ...(segment.layers
       ? [element("h2", {}, "Layers before rewriting"), element("pre", { class: "before" }, segment.layers.converted),
          element("h2", {}, "Layers after rewriting"), element("pre", { class: "after" }, segment.layers.rewritten),
@@ -426,7 +426,7 @@ function show_segment(number) {
       : []));
 }
 
-// Above and below it.
+// The parts of the page above and below the graph.
 
 function swatch(engine) {
   return element("span", { class: "swatch", style: `background:${graph.drawing.colours[engine]}` });
@@ -449,7 +449,7 @@ function show_time() {
   const parts = drawing.segments.map((segment, number) => ({ number, segment })).filter(({ segment }) => segment.seconds !== null);
   parts.sort((one, other) => other.segment.seconds - one.segment.seconds);
   by_id("time").replaceChildren(
-    element("p", { class: "faint" }, is_timed ? drawing.timed_how : "Nothing was timed: shares of the estimated work."),
+    element("p", { class: "faint" }, is_timed ? drawing.timed_how : "No time was measured: these are shares of the estimated work."),
     stack, table(["engine", "#time", "#share"], rows),
     ...(parts.length > 1 ? [element("h2", {}, "By segment"), table(["segment", "#time"], parts.slice(0, 12).map(({ number, segment }) =>
       ({ cells: [link(`${number}, ${segment.engine}`, () => show_segment(number)), milliseconds(segment.seconds)] })))] : []));
@@ -458,11 +458,11 @@ function show_time() {
 function show_trials() {
   const { trials, measured_how } = graph.drawing;
   const best = trials.find((trial) => trial.chosen);
-  const compared = (trial) => // only plans of one race were timed under the same conditions
+  const compared = (trial) => // only plans in the same race were timed under the same conditions
     trial.chosen ? "chosen" : trial.last_race ? `${(trial.seconds / best.seconds).toFixed(2)}x` : "left the race";
   const rows = trials.map((trial) => ({ class: trial.chosen ? "chosen" : "", cells: [trial.name, milliseconds(trial.seconds),
     milliseconds(trial.spread), compared(trial), trial.segments] }));
-  by_id("trials").replaceChildren(element("p", { class: "faint" }, measured_how || "No plans were measured: the engines are used in the order given."),
+  by_id("trials").replaceChildren(element("p", { class: "faint" }, measured_how || "No plans were measured: the engines are used in their order."),
     trials.length ? table(["plan", "#a call", "#±", "#", "#segments"], rows) : "");
 }
 

@@ -33,6 +33,7 @@ from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 from intarsia.runtime.placed import PlacedForward
+from intarsia.runtime.weights import release_memory
 
 
 def compile_generation(
@@ -92,6 +93,7 @@ def compile_generation(
         anatomy = anatomy_of(model, max_length, max_source)
         job = GenerationJob(model, anatomy, rows, max_length, padding, tuple(examples), continued)
         generation = _compiled(job, compile_options)
+    release_memory(model)  # its own forward was compared with the programs, and has read all weights
     if not generation.forward.enabled:
         warnings.warn(generation.notes[-1], stacklevel=2)
     place(generation)

@@ -56,7 +56,6 @@ from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.gpipe.keyed_random import RandomKey
-from intarsia.pipeline.schedules import find_schedule
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature
@@ -114,12 +113,8 @@ class DistributedPipeline(RankStages):
         world = World(chosen.group, chosen.mesh)
         check_plan(stages, world.tensor, chosen.tensor_plan)
         self.device: torch.device = default_device() if chosen.device is None else torch.device(chosen.device)
-        self.schedule_class: Any = schedule_class(schedule)
+        self.schedule_class: Any = schedule_class(schedule, world.size, n_microbatches)
         self.stage_ranks: list[int] = stage_ranks(len(stages), world.size, self.schedule_class)
-        definition = find_schedule(schedule)
-        reason = None if definition is None else definition.refusal(world.size, n_microbatches)
-        if reason is not None:
-            raise PartitionError(reason)
         check_agreement(stages, schedule, n_microbatches, world.everyone, self.device)
         connect(self.stage_ranks, world.pipeline, self.device)
         self._stages = list(stages)

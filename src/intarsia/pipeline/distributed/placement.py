@@ -32,9 +32,14 @@ _RUNTIME, _LOWER, _ACTION, _PASS = (
 )
 
 
-def schedule_class(name: str) -> Any:
-    """Torch's class for a schedule: the class of this name, or torch's runtime with our order of slots."""
+def schedule_class(name: str, ranks: int, microbatches: int) -> Any:
+    """Torch's class for a schedule: the class of this name, or torch's runtime with our order of slots.
+
+    Raises PartitionError if there is no such schedule, or if it cannot run with these numbers.
+    """
     definition = find_schedule(name)
+    if definition is not None and (reason := definition.refusal(ranks, microbatches)) is not None:
+        raise PartitionError(reason)
     if definition is not None and hasattr(schedules, definition.torch):
         return getattr(schedules, definition.torch)
     if definition is not None and definition.order is not None:

@@ -95,7 +95,7 @@ class RankStages(StageSequence):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise PartitionError: use `step` or `infer`."""
-        raise PartitionError("a pipeline over processes is not called: use step(...) or infer(...)")
+        raise PartitionError("a pipeline over processes is not called: use step(...), or infer(...)")
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True

@@ -101,7 +101,8 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
     if not callable(fill):
         return values
     for path, module in model.named_modules():
-        names = [n for n in module._non_persistent_buffers_set if _is_meta(module._buffers.get(n))]
+        buffers = {n: module._buffers.get(n) for n in module._non_persistent_buffers_set}
+        names = [n for n, buffer in buffers.items() if buffer is not None and buffer.is_meta]
         if not names:
             continue
         runs = [_filled(fill, module, names, start) for start in (0, 1)]
@@ -110,10 +111,6 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
             if first is not None and second is not None and torch.equal(first, second):
                 values[f"{path}.{name}" if path else name] = first
     return values
-
-
-def _is_meta(buffer: Tensor | None) -> bool:
-    return buffer is not None and buffer.is_meta
 
 
 def _filled(fill: Any, module: nn.Module, names: list[str], start: int) -> dict[str, Tensor]:

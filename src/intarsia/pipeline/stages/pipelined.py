@@ -11,7 +11,7 @@ from torch import nn
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.gpipe.gpipe import GPipe
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import CallSignature, TensorSpec, longer
+from intarsia.pipeline.stages.signature import TensorSpec, longer
 from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.statistics import DeferredCount, DeferredNode, defer_statistics
 from intarsia.pipeline.stages.tied import Borrowed, place_stages
@@ -39,7 +39,9 @@ class Pipelined(StageSequence):
         self.tied = stages.tied
         steps = [_Spread(stage) for stage in stages]
         signature = stages.signature
-        steps[0].entering = tuple(_axis(signature, spec) for spec in signature.tensors)
+        steps[0].entering = tuple(
+            0 if spec.shape == () else signature.axis(spec) for spec in signature.tensors
+        )
         steps[-1].leaving = tuple(
             signature.axis(spec) or 0 for spec in signature.outputs if isinstance(spec, TensorSpec)
         )
@@ -146,10 +148,6 @@ class _Spread(nn.Module):
         if any(self.leaving):
             outputs = tuple(v.movedim(a, 0) for v, a in zip(outputs, self.leaving, strict=True))
         return outputs
-
-
-def _axis(signature: CallSignature, spec: TensorSpec) -> int | None:
-    return 0 if spec.shape == () else signature.axis(spec)
 
 
 def _check(stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> None:

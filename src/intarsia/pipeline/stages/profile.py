@@ -52,7 +52,7 @@ class Measured:
         return ""
 
 
-class MadeUp:
+class RandomValues:
     """Measures each node on random values, whose memory is then freed.
 
     Floats are between 0 and 1. Integers are zero, which is a valid index of any table.
@@ -66,7 +66,7 @@ class MadeUp:
 
     def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int, apart: bool) -> Cost:
         """The least of `repeats` runs."""
-        values = pytree.tree_map_only(Tensor, lambda t: _made_up(t, self.device), (args, kwargs))
+        values = pytree.tree_map_only(Tensor, lambda t: _random(t, self.device), (args, kwargs))
         try:
             arguments, options = on_device(values, self.device)
             cost = measure_node(target, arguments, options, repeats)
@@ -129,7 +129,7 @@ def cost_source(
     if costs == "analytic":
         return DeviceSpeed()
     on_meta = any(state.tensor.is_meta for state in trace.states.values())
-    return MadeUp() if on_meta else Measured()
+    return RandomValues() if on_meta else Measured()
 
 
 def profile(
@@ -335,7 +335,7 @@ def _behind(value: Tensor) -> Tensor:
     return value.view_as(value) if value.requires_grad else value
 
 
-def _made_up(value: Tensor, device: torch.device) -> Tensor:
+def _random(value: Tensor, device: torch.device) -> Tensor:
     if not value.is_meta:
         return value.to(device)
     # The value may be expanded, so the result is a view with its strides.

@@ -71,7 +71,8 @@ def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mappi
     proved = doubt is not None and doubt.proved and not fixed
     try:
         if fixed or any(state.tensor.is_meta for state in captured.states.values()):
-            difference = difference_in_halves(model, args, kwargs or {}, _leaf_axes(captured))
+            axes = [signature.axes.get(entry.name) for entry in signature.inputs]
+            difference = difference_in_halves(model, args, kwargs or {}, axes)
         else:
             difference = _lockstep(captured, signature.flatten(args, kwargs))
     except Incomparable as error:
@@ -108,7 +109,8 @@ def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
         again, options = pytree.tree_unflatten(list(values), spec)
         return pytree.tree_leaves(model(*again, **options))
 
-    modes = [False, True] if model.training and not _has_batch_norm(model) else [False]
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    modes = [False, True] if model.training and not has_batch_norm else [False]
     for mode in modes:
         with trial(model), nullcontext() if mode else evaluating(model), torch.no_grad():
             state = torch.get_rng_state()
@@ -146,10 +148,6 @@ def _batch_length(captured: Trace) -> int:
         for s in captured.signature.tensors
     )
     return next(sizes[axis] for sizes, axis in pairs if axis is not None)
-
-
-def _leaf_axes(captured: Trace) -> Axes:
-    return [captured.signature.axes.get(entry.name) for entry in captured.signature.inputs]
 
 
 def _attempt(
@@ -307,7 +305,3 @@ _DROPOUTS = {
     *(_ATEN.dropout.default, _ATEN.feature_dropout.default, _ATEN.alpha_dropout.default),
     *(_ATEN.feature_alpha_dropout.default, _ATEN.dropout_.default, _ATEN.feature_dropout_.default),
 }
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())

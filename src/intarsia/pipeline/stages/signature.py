@@ -55,7 +55,12 @@ class TensorSpec:
         return int(expression.subs({s: lengths[str(s)] for s in expression.free_symbols}))
 
     def __str__(self) -> str:
-        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}".replace("'", "")
+        return f"{self.name}: {form_text(self.dtype, self.shape)}".replace("'", "")
+
+
+def form_text(dtype: torch.dtype, shape: Sequence[Dim]) -> str:
+    """A dtype and a shape as text, such as `float32[2, 3]`."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def value_name(spec: TensorSpec | str) -> str:
@@ -71,11 +76,15 @@ class Fixed:
     value: Any
 
 
+def shape_of(symbols: Sequence[Any]) -> tuple[Dim, ...]:
+    """The shape for sizes of torch.export. If the model fixes a dynamic length, its symbol is a number."""
+    return tuple(int(s) if isinstance(s, int) or s.is_number else str(s) for s in symbols)
+
+
 def tensor_spec(name: str, value: torch.Tensor, same: Mapping[Any, Any] | None = None) -> TensorSpec:
     """The spec of a real or fake tensor; `same` replaces symbols by others that are always equal."""
     symbols = tuple(d if isinstance(d, int) else d.node.expr.subs(same or {}) for d in value.shape)
-    # If the model fixes a dynamic length, its symbol is a number.
-    shape = tuple(int(s) if isinstance(s, int) or s.is_number else str(s) for s in symbols)
+    shape = shape_of(symbols)
     return TensorSpec(name, shape, value.dtype, symbols if any(isinstance(d, str) for d in shape) else ())
 
 
@@ -177,7 +186,7 @@ def _tensor(spec: TensorSpec, leaf: Any) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
         raise InputError(f"{spec.name} is a {type(leaf).__name__}; the stages were cut for {spec}")
     if leaf.dtype != spec.dtype or leaf.ndim != len(spec.shape):
-        form = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        form = form_text(leaf.dtype, leaf.shape)
         raise InputError(f"{spec.name} is {form}; the stages were cut for {spec}")
     return leaf
 

@@ -26,6 +26,8 @@ from intarsia.pipeline.stages.program import (
 from intarsia.pipeline.stages.signature import TensorSpec, value_name
 from intarsia.pipeline.stages.trace import State, Trace
 
+_MODES = {True: ("training", "train()"), False: ("evaluation", "eval()")}
+
 
 def graft_tensor(root: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool) -> None:
     """Register a parameter or buffer under a dotted name; missing modules are created."""
@@ -108,10 +110,11 @@ class Stage(nn.Module):
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """The values of the border after the stage, from those of the border before it."""
         if self.training != self.captured_training:
-            present, captured = (_mode(m) for m in (self.training, self.captured_training))
+            captured, _ = _MODES[self.captured_training]
+            present, call = _MODES[self.training]
             raise InputError(
                 f"this stage was cut in {captured} mode and cannot run in {present} mode: dropout and batch"
-                f" norm are fixed in the graph; split the model again after model.{_call(self.training)}"
+                f" norm are fixed in the graph; split the model again after model.{call}"
             )
         form = self.form
         scope = dict(zip(map(value_name, form.takes), values, strict=True))
@@ -249,11 +252,3 @@ def _form(
 
 def _describe(trace: Trace, node: fx.Node) -> TensorSpec | str:
     return trace.spec(node) if isinstance(node.meta["val"], torch.Tensor) else node.name
-
-
-def _mode(training: bool) -> str:
-    return "training" if training else "evaluation"
-
-
-def _call(training: bool) -> str:
-    return "train()" if training else "eval()"

@@ -26,6 +26,7 @@ from intarsia.pipeline.stages.signature import (
     TensorSpec,
     batch_axes,
     needs_its_batch,
+    shape_of,
     tensor_spec,
 )
 
@@ -266,7 +267,7 @@ def _signature(
             continue
         example.update({d: n for d, n in zip(entry.shape, leaf.shape, strict=True) if isinstance(d, str)})
         symbols = tuple(d if isinstance(d, int) else d.subs(same) for d in entry.symbols)
-        spec = TensorSpec(entry.name, tuple(map(_dim, symbols)) or entry.shape, entry.dtype, symbols)
+        spec = TensorSpec(entry.name, shape_of(symbols) or entry.shape, entry.dtype, symbols)
         inputs.append(spec)
         if axis is not None and batch is None:
             batch = spec.shape[axis]
@@ -287,7 +288,3 @@ def _signature(
         axes={e.name: axis for e, axis in zip(entries, axes, strict=True) if isinstance(e, TensorSpec)},
         same={str(alias): str(symbol) for alias, symbol in same.items()},
     )
-
-
-def _dim(symbol: Any) -> int | str:
-    return int(symbol) if isinstance(symbol, int) or symbol.is_number else str(symbol)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from intarsia.archive.tensors import DTYPES
 from intarsia.errors import InputError, near_names, some_of
 from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.signature import form_text
 from intarsia.pipeline.stages.stage import Stage
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -42,7 +43,7 @@ class StoredTensor:
             return tensor.clone()
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return form_text(self.dtype, self.shape)
 
 
 def open_shards(path: str | Path) -> Mapping[str, StoredTensor]:
@@ -119,6 +120,10 @@ class _Slot:
     def name(self) -> str:
         return next(iter(self.names))
 
+    @property
+    def form(self) -> str:
+        return form_text(self.tensor.dtype, self.tensor.shape)
+
 
 def load_stages(
     stages: StageSequence, weights: Weights, only: Collection[int] | None = None, device: Any = None
@@ -153,7 +158,8 @@ def _fill(parts: Sequence[nn.Module], slots: Mapping[int, _Slot], device: Any) -
     """Replace each tensor, under all its names, by a filled one, and move the stages to the device."""
     filled: dict[int, Tensor | None] = {}
     for part in parts:
-        place = device if device is not None else "cpu" if _without_memory(part) else None
+        on_meta = any(t.is_meta for t in [*part.parameters(), *part.buffers()])
+        place = device if device is not None else "cpu" if on_meta else None
         for module in part.modules():
             for held in (module._parameters, module._buffers):
                 for name, tensor in list(held.items()):
@@ -168,10 +174,6 @@ def _fill(parts: Sequence[nn.Module], slots: Mapping[int, _Slot], device: Any) -
                         held[name] = value
         if place is not None:
             part.to_device(place) if isinstance(part, Stage) else part.to(place)
-
-
-def _without_memory(part: nn.Module) -> bool:
-    return any(t.is_meta for t in [*part.parameters(), *part.buffers()])
 
 
 def _filled(slot: _Slot, place: Any) -> Tensor | None:
@@ -221,9 +223,7 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
     for slot in slots.values():
         expected |= {rename(name) for name in slot.names}
         slot.stored = [shards[rename(n)] for n in slot.names if rename(n) in shards]
-        wrong += [
-            f"{slot.name} is {_form(slot.tensor)}, stored as {s}" for s in slot.stored if not _fits(slot, s)
-        ]
+        wrong += [f"{slot.name} is {slot.form}, stored as {s}" for s in slot.stored if not _fits(slot, s)]
         if slot.stored:
             continue
         if slot.saved:
@@ -258,9 +258,7 @@ def _take_value(slot: _Slot, values: Mapping[str, Tensor]) -> None:
     """Set the value of a buffer that is in no file. Raises InputError if it has none and a stage reads it."""
     slot.value = next((values[n] for n in slot.names if n in values), None)
     if slot.value is not None and slot.value.shape != slot.tensor.shape:
-        raise InputError(
-            f"buffers has {slot.name} of shape {list(slot.value.shape)}; it is {_form(slot.tensor)}"
-        )
+        raise InputError(f"buffers has {slot.name} of shape {list(slot.value.shape)}; it is {slot.form}")
     if slot.value is None and slot.tensor.is_meta and slot.read:
         raise InputError(
             f"{slot.name} is a buffer that the model computes and does not save, and it is on the meta"
@@ -271,7 +269,3 @@ def _take_value(slot: _Slot, values: Mapping[str, Tensor]) -> None:
 def _fits(slot: _Slot, stored: StoredTensor) -> bool:
     kinds = [(d.is_floating_point, d.is_complex) for d in (slot.tensor.dtype, stored.dtype)]
     return tuple(slot.tensor.shape) == stored.shape and kinds[0] == kinds[1]
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
