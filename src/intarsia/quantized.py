@@ -74,7 +74,8 @@ def _integer_linear(
     if middle:
         sums = sums + weight.sum(1, dtype=torch.int32) * middle
     result = sums.to(torch.promote_types(x.dtype, torch.float32))
-    result = result if scale is None else result * scale
+    # The other way round Inductor takes it for the scale of the activations, and makes NaN (torch 2.13).
+    result = result if scale is None else scale * result
     if nan is None:
         result = result.masked_fill(x.isnan().any(-1).reshape(-1, 1), torch.nan)
     return result.reshape(*x.shape[:-1], weight.shape[0])

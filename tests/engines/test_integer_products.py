@@ -140,6 +140,15 @@ def test_mnn_refuses_with_a_sentence() -> None:
     torch.testing.assert_close(fast(X), model(X).detach(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
+def test_inductor_multiplies_integers() -> None:
+    """Its patterns took the scale of the weight, which came first, for that of the activations: NaN."""
+    model, x = _dynamic(), torch.randn(40, 128)
+    fast = intarsia.compile(model, (x,), engines=["inductor"], min_block_size=1)
+    assert "activations and weights in 8 bits on inductor: 2 products" in str(fast.plan)
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=2e-5, atol=2e-5)
+
+
 class _Rounded(nn.Module):
     """Activations as compressed-tensors rounds them: by a scale of each row, or by a constant."""
 

@@ -198,7 +198,7 @@ NEGATIVE: dict[str, tuple[Callable[[], Tensor], str, str]] = {
         "perm of transpose_3 is [0, 1, 2, 3], not [0, 2, 1, 3]",
     ),
     "attention_bias": (lambda: multi_head((4, 6)), "multiheadattention", "the bias of q is [4, 6]"),
-    "rotary_embedding": (lambda: rotary(False), "add", "unsqueeze may not repeat its first half"),
+    "rotary_embedding": (lambda: rotary(False), "add", "unsqueeze may have two different halves"),
     "layer_norm": (
         lambda: centred(given("x", 4, 4), 0) * const(4) + const(4),
         "add_1",

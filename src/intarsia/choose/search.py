@@ -22,12 +22,7 @@ from intarsia.choose.findings import BlockCost, Findings
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
 from intarsia.choose.mixes import Costing, block_error, mix, promising_mixes, shortened, with_exact_blocks
-from intarsia.choose.race import (
-    Progress,
-    least_s,
-    nearest,
-    no_room,
-)
+from intarsia.choose.race import Progress, least_s, nearest, no_room
 from intarsia.choose.standings import FAR, Standings
 from intarsia.engines import Engine
 from intarsia.engines.time_limit import OutOfTime

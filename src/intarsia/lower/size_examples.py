@@ -125,7 +125,7 @@ def _at(size: Any, sizes: dict[sympy.Symbol, int]) -> int:
         number = size if isinstance(size, int) else size.subs(sizes)
     except ZeroDivisionError:
         return 1
-    return int(number) if isinstance(number, int) or number.is_finite else 1
+    return int(number) if isinstance(number, int) or (number.is_number and number.is_finite) else 1
 
 
 def _allowed(

@@ -22,11 +22,10 @@ from intarsia.lower import Lowered
 from intarsia.refitting import make_refittable
 from intarsia.runtime.call_interface import CallInterface, Check, FixedInput
 from intarsia.runtime.fallback import WithFallback
-from intarsia.runtime.frozen_module import FrozenModule
 from intarsia.runtime.inlay import Assembly, Inlay
 from intarsia.runtime.ownership import constants_of
 from intarsia.runtime.results import ResultPlan
-from intarsia.runtime.weights import FrozenWeights
+from intarsia.runtime.weights import FrozenModule, FrozenWeights
 from intarsia.tracing import is_traced
 
 Run = Callable[[Sequence[Any]], list[Any]]  # from the graph's inputs to everything it returns, flat

@@ -220,12 +220,12 @@ class CudaGraphs:
             self._record_if_possible(_key(inputs), inputs)
 
     def _record_if_possible(self, key: Any, inputs: Sequence[Any]) -> _Recorded | None:
-        if key in self._recorded:  # recording failed before
+        if key in self._recorded:  # recording was tried before
             return None
         recorded: _Recorded | None = None
         try:
             recorded = self._record(inputs)
-        except Exception as error:  # what cannot be recorded runs as it did before
+        except Exception as error:  # the call then runs without a graph
             self._tell(f"not run as a CUDA graph: {error_text(error)}")
         self._recorded[key] = recorded
         if recorded is not None:

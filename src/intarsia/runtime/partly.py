@@ -16,8 +16,7 @@ from intarsia.errors import InputError
 from intarsia.graph.plan import Plan
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.freshness import Freshness, weights_of
-from intarsia.runtime.frozen_module import FrozenModule
-from intarsia.runtime.weights import warn_of_change
+from intarsia.runtime.weights import FrozenModule, warn_of_change
 
 
 @dataclass(frozen=True)

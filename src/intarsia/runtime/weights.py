@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from intarsia.errors import StaleWeightsError
+from intarsia.errors import InputError, StaleWeightsError
 from intarsia.memory import release_freed, release_mapped
 from intarsia.plain_tensors import plain_tensors
 from intarsia.runtime.freshness import Change, Freshness, Kind, Weight, weights_of
@@ -76,6 +76,38 @@ class FrozenWeights:
         for name, tensor in self._tensors:
             whole.update(f"{name} {tensor_digest(tensor)}".encode())
         return whole.hexdigest()
+
+
+class FrozenModule(nn.Module):
+    """The methods of `nn.Module` that would change weights are errors."""
+
+    def _weights(self) -> Iterable[torch.Tensor]:
+        """The weights that the module computes with."""
+        raise NotImplementedError
+
+    def train(self, mode: bool = True) -> Self:
+        """A compiled module computes what the model does in evaluation; `train()` is an error."""
+        if mode:
+            raise InputError(
+                "a compiled module has no gradients and cannot be"
+                " trained; train the model, and compile it again"
+            )
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # `half()`, `to()`, `cuda()` and similar methods call this, also those of a containing module.
+        for dtype, device in {(tensor.dtype, tensor.device) for tensor in self._weights()}:
+            converted = fn(torch.empty((0,), dtype=dtype, device=device))
+            if (converted.dtype, converted.device) != (dtype, device):
+                raise InputError(
+                    f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
+                    f" {converted.dtype} on {converted.device} and compile it"
+                )
+        return self
+
+    def share_memory(self) -> Self:
+        """Raise InputError, since engines have memory of their own."""
+        raise InputError("engines have their own memory; save the module, and load the file in every process")
 
 
 def warn_of_change(change: Change, advice: str | None = None, *, stacklevel: int) -> None:

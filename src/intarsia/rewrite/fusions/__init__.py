@@ -1,16 +1,8 @@
-"""The shipped patterns, one file a family."""
+"""The shipped patterns. Each file has one family."""
 
 from __future__ import annotations
 
-from intarsia.rewrite.fusions import (
-    activation,
-    attention,
-    cleanup,
-    layout,
-    norm,
-    products,
-    rotary,
-)
+from intarsia.rewrite.fusions import activation, attention, cleanup, layout, norm, products, rotary
 from intarsia.rewrite.fusions.fusion import Fusion as Fusion
 from intarsia.rewrite.fusions.fusion import NetworkBuilder as NetworkBuilder
 

@@ -18,7 +18,7 @@ _TANH_SCALE = math.sqrt(2 / math.pi)
 
 
 def _half_of(op: Any, x: Any, gate: Any) -> Any:
-    """0.5 * x * gate in every order of writing it."""
+    """0.5 * x * gate in every order of the factors."""
     return op.either(op.Mul(op.Mul(x, 0.5), gate), op.Mul(op.Mul(x, gate), 0.5), op.Mul(x, op.Mul(gate, 0.5)))
 
 
@@ -86,7 +86,7 @@ def _quick_written(rng: np.random.Generator, large: bool) -> None:
 
 @rule(lambda op, x, b: op.Gelu(op.Add(x, op.constant(b))))
 def bias_gelu(net: Network, x: Tensor, b: Tensor) -> object:
-    """The bias before an exact GELU."""
+    """An exact GELU of a sum with a bias."""
     if b.ndim != 1 or b.shape[0] != x.shape[-1] or b.shape[0] == 1:
         return refuse(f"the bias is {list(b.shape)}, the input {list(x.shape)}")
     return F.op("BiasGelu", x, b, domain=MICROSOFT)

@@ -1,4 +1,4 @@
-"""Attention: from its fragments, with shared heads, over whole rows, and with biases."""
+"""Attention from its fragments, with shared heads, on rows, and with biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from intarsia.network.value import MICROSOFT
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers, order_of, scalar, weight
 from intarsia.rewrite.pattern import Refusal, refuse, rule
 
-_HIDDEN = -1e4  # scores at or below this get no weight: exp underflows
+_HIDDEN = -1e4  # softmax of a score at or below this is 0, since exp underflows
 _SCALES = ("qm", "qd", "km", "kd", "sm", "sd")
 
 
@@ -43,7 +43,7 @@ def attention(
     qm: Tensor | None, qd: Tensor | None, km: Tensor | None, kd: Tensor | None, sm: Tensor | None,
     sd: Tensor | None,
 ) -> object:  # fmt: skip
-    """softmax(q @ k' * scale + mask) @ v, the scale anywhere, the mask added or chosen by."""
+    """softmax(q @ k' * scale + mask) @ v. Any factor may have the scale; Add or Where may apply the mask."""
     scores = softmax.get_inputs(0)[0]
     assert scores is not None
     if q.ndim not in (3, 4) or v.ndim != q.ndim or scores.ndim != q.ndim:
@@ -56,7 +56,7 @@ def attention(
     source = kt if kt is not None else k
     assert source is not None
     order = list(range(q.ndim)) if turn is None else order_of(turn, source.ndim)
-    order[-2:] = order[-1], order[-2]  # k is its transpose, transposed
+    order[-2:] = order[-1], order[-2]  # the order of k, whose transpose is the factor
     if len(order) != q.ndim or tuple(source.shape[axis] for axis in order[:-2]) != outer:
         return refuse(f"batch and heads differ: q {list(q.shape)}, k {list(source.shape)}")
     scale = _product(qm, qd, km, kd, sm, sd)
@@ -79,7 +79,7 @@ def attention(
 
 
 def _product(*scales: Tensor | None) -> float | Refusal:
-    """All scales as one number; every second one is a divisor."""
+    """The product of all scales, where every second one is a divisor."""
     total = 1.0
     for index, tensor in enumerate(scales):
         if tensor is None:
@@ -94,7 +94,7 @@ def _product(*scales: Tensor | None) -> float | Refusal:
 def _mask(
     scores: Tensor, added: Tensor | None, chosen: Tensor | None, fill: Tensor | None, inverted: bool
 ) -> Tensor | np.ndarray[Any, Any] | Refusal | None:
-    """The summand of the scores: a tensor, or an array if it is known."""
+    """The mask that is added to the scores: a tensor, or an array if it is constant."""
     mask = added if added is not None else chosen
     if mask is None:
         return None
@@ -120,7 +120,7 @@ def _mask(
 
 
 def _is_causal(mask: np.ndarray[Any, Any]) -> bool:
-    """Whether a known mask is causal: it hides exactly the later positions."""
+    """Whether a constant mask is causal: it hides exactly the later positions."""
     if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.size != mask.shape[-1] ** 2:
         return False
     square = mask.reshape(mask.shape[-2:]).astype(np.float64)
@@ -129,7 +129,7 @@ def _is_causal(mask: np.ndarray[Any, Any]) -> bool:
 
 
 def _as_tensor(bias: Tensor | np.ndarray[Any, Any] | None, q: Tensor, scores: Tensor) -> Tensor | None:
-    """The mask with four dimensions and a row for each query, as engines want it."""
+    """The mask with four dimensions and a row for each query, as engines need it."""
     if bias is None:
         return None
     mask = bias if isinstance(bias, Tensor) else F.constant(bias, scores.dtype)
@@ -193,7 +193,7 @@ def grouped_heads(
     net: Network, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, a0: Tensor, a1: Tensor,
     key: Layer, key_flat: Layer, value: Layer, value_flat: Layer, whole: Layer,
 ) -> object:  # fmt: skip
-    """Keys and values repeated for every head of a group: attention shares them by itself."""
+    """Attention with keys and values that are repeated for every head of a group. It needs no copies."""
     for x, axes, wide, flat in ((k, a0, key, key_flat), (v, a1, value, value_flat)):
         if x.ndim != 4 or integers(axes) != [2]:
             return refuse(f"{x!r} is repeated along {integers(axes)}, not along the axis after its heads")
@@ -237,7 +237,7 @@ def multi_head_attention(
     net: Network, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     qh: Layer, kh: Layer, vh: Layer, whole: Layer, out: Layer,
 ) -> object:  # fmt: skip
-    """Heads split off rows, attended, and put back into rows: one layer that works on rows."""
+    """Attention on heads that are split from rows and joined again, as one layer on rows."""
     splits = [layer.get_outputs(0)[0].shape for layer in (qh, kh, vh)]
     result = out.get_outputs(0)[0]
     for x, split in zip((q, k, v), splits, strict=True):
@@ -298,7 +298,7 @@ def _biased(op: Any, q: Any, k: Any, v: Any, a: Any, b: Any, c: Any) -> Any:
 def attention_bias(
     net: Network, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, c: Tensor, whole: Layer
 ) -> object:
-    """Constant sums before attention that has no bias yet become its bias."""
+    """Attention after sums with constants, which become its bias."""
     biases = [np.asarray(t.constant) for t in (a, b, c)]
     for x, bias in zip((q, k, v), biases, strict=True):
         if x.constant is not None:

@@ -1,4 +1,4 @@
-"""A shipped pattern: its purpose, and networks to try it on."""
+"""A shipped pattern, with networks to test and measure it on."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class NetworkBuilder(Protocol):
 class Fusion:
     """A pattern under its name.
 
-    `make(rng, large)` writes, into the network under guard, layers that the pattern matches: small for
-    proofs, large for measuring. A `free` pattern only takes layers away and is always applied; any other is
-    applied if it was measured to be faster. Only engines that declare its `group` (see
-    `NetworkEngine.patterns`) are given it. A `finite_only` pattern answers as before for finite numbers, not
-    for NaN and infinities: it is applied only where it is named, or all patterns are asked for.
+    `make(rng, large)` adds layers that the pattern matches to the network of `net_guard`: small ones for
+    tests, large ones for measurements. A `free` pattern only removes layers and is always applied. Any other
+    is applied if it was measured to be faster. It is only applied for engines with its `group` (see
+    `NetworkEngine.patterns`). A `finite_only` pattern may change results of NaN and infinities. It is only
+    applied if the user names it or all patterns.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Fusion:
     finite_only: bool = False
 
     def sample(self, rng: np.random.Generator, large: bool = False) -> Network:
-        """A network to try the pattern on."""
+        """A network that the pattern matches."""
         net = Network(self.name)
         with net_guard(net):
             self.make(rng, large)
@@ -65,7 +65,7 @@ class Fusion:
         return self.group in engine.patterns()
 
     def refusal(self, engine: NetworkBuilder) -> str | None:
-        """Why an engine refuses the layers that this pattern makes; None if it takes them."""
+        """Why an engine refuses the layers that this pattern adds; None if it accepts them."""
         if self.free:
             return None
         key = (engine.key(), engine.version(), self.name)
@@ -80,7 +80,7 @@ class Fusion:
         manager.rewrite(net)
         try:
             return engine.probe(net)
-        except Exception as error:  # of an engine of another package
+        except Exception as error:  # an engine of another package may raise any error
             return f"{type(error).__name__}: {error}"
 
 
@@ -96,13 +96,13 @@ def weight(rng: np.random.Generator, *shape: int, scale: float = 0.3, shift: flo
 
 
 def scalar(tensor: Tensor | None) -> float | None:
-    """The number a constant of one element holds."""
+    """The number in a constant of one element; None for any other tensor."""
     array = None if tensor is None else tensor.constant
     return None if array is None or array.size != 1 else float(np.asarray(array, np.float64).ravel()[0])
 
 
 def scaled_to(array: Array, factor: float | Array) -> Array | None:
-    """A constant times a factor; None where that overflows or vanishes, as multiplying later might not."""
+    """A constant times a factor; None if the product overflows or becomes zero."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         weight: Array = (array * factor).astype(array.dtype)
     vanishes = not weight.any() and array.any() and np.any(factor)
@@ -110,7 +110,7 @@ def scaled_to(array: Array, factor: float | Array) -> Array | None:
 
 
 def integers(tensor: Tensor | None) -> list[int] | None:
-    """The numbers a constant of integers holds."""
+    """The numbers in a constant of integers; None for any other tensor."""
     array = None if tensor is None else tensor.constant
     return None if array is None else [int(x) for x in np.ravel(array)]
 
@@ -122,5 +122,5 @@ def order_of(layer: object, rank: int) -> list[int]:
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Whether folding constants into others keeps enough digits."""
+    """Whether a tensor has enough digits to fold constants into it."""
     return tensor.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)

@@ -30,7 +30,7 @@ def _turned_twice(rng: np.random.Generator, large: bool) -> None:
 
 
 class SunkTranspose(PatternRewriter):
-    """transpose, elementwise layers, the transpose back: the elementwise layers alone."""
+    """Elementwise layers between a transpose and its inverse, which are both removed."""
 
     def __init__(self) -> None:
         super().__init__("transpose_sunk", {"Transpose"})
@@ -43,10 +43,10 @@ class SunkTranspose(PatternRewriter):
                 return refuse(f"{below.name} is read elsewhere")
             if parent.kind == "Transpose":
                 return self._cancel(layer, chain, parent)
-            if not _minds_no_order(parent):
+            if not _is_elementwise(parent):
                 return refuse(f"{parent.name} ({parent.kind}) is not elementwise")
             chain.append(parent)
-            below = parent.get_inputs(_flowing(parent))[0]
+            below = parent.get_inputs(_main_input(parent))[0]
         return refuse("there is no transpose before it")
 
     def _cancel(self, outer: Layer, chain: list[Layer], inner: Layer) -> bool | Refusal:
@@ -59,25 +59,25 @@ class SunkTranspose(PatternRewriter):
             return refuse(f"{second} does not undo {first}")
         for layer in reversed(chain):
             inputs = layer.get_inputs()
-            inputs[_flowing(layer)] = x
+            inputs[_main_input(layer)] = x
             x = F.op(layer.kind, *inputs, **{name: layer.attribute(name) for name in layer.node.attributes})
         outer.get_outputs(0)[0].replace_all_uses_with(x)
         return True
 
 
-def _flowing(layer: Layer) -> int:
-    """The input that is not a scalar."""
+def _main_input(layer: Layer) -> int:
+    """The index of the input that is not a scalar."""
     first = layer.node.inputs[0]
     return 1 if layer.kind in BINARY and first is not None and first.const_value is not None else 0
 
 
-def _minds_no_order(layer: Layer) -> bool:
+def _is_elementwise(layer: Layer) -> bool:
     if layer.kind in UNARY:
         return True
     if layer.kind not in BINARY or len(layer.node.inputs) != 2:
         return False
-    other = layer.get_inputs(1 - _flowing(layer))[0]
-    flow = layer.get_inputs(_flowing(layer))[0]
+    other = layer.get_inputs(1 - _main_input(layer))[0]
+    flow = layer.get_inputs(_main_input(layer))[0]
     assert other is not None and flow is not None
     return other.constant is not None and other.constant.size == 1 and other.ndim <= flow.ndim
 
@@ -100,7 +100,7 @@ def _turned_around(rng: np.random.Generator, large: bool) -> None:
     )
 )
 def reshape_reshape(net: Network, x: Tensor, target: Tensor, outer: Layer) -> object:
-    """Two reshapes in a row are equal to the last one."""
+    """Two reshapes are equal to the last one."""
     sizes = integers(target)
     assert sizes is not None
     if 0 in sizes:
@@ -122,7 +122,7 @@ def _reshaped_twice(rng: np.random.Generator, large: bool) -> None:
     )
 )
 def squeeze_unsqueeze(net: Network, x: Tensor, a: Tensor, b: Tensor) -> object:
-    """A dimension of one put in and taken out again."""
+    """A dimension of size 1 that is added and removed again, or removed and added."""
     if integers(a) != integers(b) or any(axis < 0 for axis in integers(a) or ()):
         return refuse(f"axes {integers(a)} and {integers(b)} are not the same")
     return x

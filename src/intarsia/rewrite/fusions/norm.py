@@ -1,4 +1,4 @@
-"""Norms from their fragments, and the residual sum before one."""
+"""Norms from their fragments, also with the residual sum before them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _mean(op: Any, x: Any, axes: Any, count: Any) -> Any:
 
 
 def _centred(op: Any, x: Any, axes: Any, eps: Any, count: Any) -> tuple[Any, Any]:
-    """x less its mean, and the root of its variance."""
+    """x minus its mean, and the root of its variance."""
     centred = op.Sub(x, op.ReduceMean(x, op.constant(axes)))
     variance = _mean(op, _square(op, centred), axes, count)
     return centred, op.Sqrt(op.Add(variance, op.constant(eps)))
@@ -52,7 +52,7 @@ def _plain(op: Any, x: Any, axes: Any, eps: Any, count: Any) -> Any:
 
 
 def _axis(x: Tensor, axes: Tensor, count: Tensor | None) -> int | Refusal:
-    """The axis from which on the norm works; a refusal if it is over other dimensions than the last ones."""
+    """The first axis of the norm; a refusal if its axes are not the last ones."""
     dims = sorted(axis % x.ndim for axis in integers(axes) or ())
     if not dims or dims != list(range(x.ndim - len(dims), x.ndim)):
         return refuse(f"it works over axes {dims} of {x.ndim}, not over the last ones")
@@ -182,7 +182,7 @@ def group_norm(
     norm: Layer | None,
     layer: Layer | None,
 ) -> object:
-    """Groups of channels laid side by side, normalised, laid back, scaled per channel."""
+    """A group norm: channels in groups, normalized, and scaled per channel."""
     inside = norm if norm is not None else layer
     assert (
         inside is not None and ones.constant is not None and w.constant is not None and b.constant is not None
@@ -229,11 +229,11 @@ def _after_sum(op: Any, x: Any, skip: Any, w: Any, b: Any) -> Any:
 
 @rule(_after_sum)
 def residual_norm(net: Network, x: Tensor, skip: Tensor, w: Tensor, b: Tensor, norm: Layer) -> object:
-    """The residual sum and the norm after it; other readers of the sum still have it."""
+    """The residual sum and the norm after it. The sum is a result too, for its other readers."""
     if x.shape != skip.shape or x.ndim not in (2, 3) or None in x.shape:
         return refuse(f"the sum is of {list(x.shape)} and {list(skip.shape)}")
     if w.ndim != 1 or b.ndim != 1:
-        return refuse(f"weight {list(w.shape)} and bias {list(b.shape)} are no vectors")
+        return refuse(f"weight {list(w.shape)} and bias {list(b.shape)} are not vectors")
     epsilon = float(norm.attribute("epsilon", 1e-5))
     results = F.ops("SkipLayerNormalization", x, skip, w, b, outputs=4, domain=MICROSOFT, epsilon=epsilon)
     return results[0], results[3]

@@ -12,7 +12,7 @@ from intarsia.network.value import MICROSOFT
 from intarsia.rewrite.fusions.fusion import Fusion, given, is_float, scalar, scaled_to, weight
 from intarsia.rewrite.pattern import refuse, rule
 
-# Convolution with the batch norm and the activation after it.
+# Convolutions, with the batch norm and the activation after them.
 
 
 def _conv(op: Any, x: Any, w: Any, b: Any) -> Any:
@@ -39,7 +39,7 @@ def conv_batch_norm(
     conv: Layer,
     norm: Layer,
 ) -> object:
-    """A batch norm of known statistics is a scale and a shift of the convolution's weight and bias."""
+    """A convolution whose weight and bias contain the batch norm after it."""
     if not is_float(w):
         return refuse(f"scaling a weight of {w.dtype.name} would round it")
     assert w.constant is not None
@@ -91,12 +91,12 @@ def _relu_written(rng: np.random.Generator, large: bool) -> None:
     F.relu(_conv_written(rng, large)).mark_output("y")
 
 
-# Matrix products: bias taken in, scale folded into the weight, projections merged, a kernel asked for.
+# Matrix products: with a bias, with a scale in the weight, merged projections, and the choice of a kernel.
 
 
 @rule(lambda op, x, w, b: op.Add(op.MatMul(x, w), b))
 def linear_bias(net: Network, x: Tensor, w: Tensor, b: Tensor) -> object:
-    """A product of matrices and the sum after it are one Gemm."""
+    """A Gemm for a product of matrices and the sum after it."""
     if x.ndim != 2 or w.ndim != 2:
         return refuse(f"the product is of {x.ndim} and {w.ndim} dimensions, not of matrices")
     if b.ndim != 1 or b.shape[0] != w.shape[1] or not isinstance(b.shape[0], int):
@@ -128,7 +128,7 @@ def scale_into_weight(
     division: Layer | None,
     gemm: Layer | None,
 ) -> object:
-    """A product scaled by a number is a product by the scaled weight."""
+    """A product with a scaled weight, for a scaled product."""
     number = scalar(k)
     if number is None or k.ndim > 2:
         return refuse(f"the scale is {list(k.shape)}, not one number")
@@ -173,7 +173,7 @@ def merged_projections(
     b: Tensor | None,
     c: Tensor | None,
 ) -> object:
-    """Three linear layers of one input (query, key, value) are one, cut in three."""
+    """One linear layer and a split, for three linear layers of one input (query, key, value)."""
     weights, biases = [u.constant, v.constant, w.constant], [a, b, c]
     if any(bias is None for bias in biases) != all(bias is None for bias in biases):
         return refuse("some have a bias and some have none")
@@ -197,17 +197,17 @@ def _projections(rng: np.random.Generator, large: bool) -> None:
         F.gemm(x, weight(rng, width, inner), bias, trans_b=True).mark_output(name)
 
 
-_ROWS, _WEIGHTS = 64, 512 * 512  # smaller products run as fast by MLAS, or faster
+_ROWS, _WEIGHTS = 64, 512 * 512  # MLAS computes smaller products as fast, or faster
 
 
 @rule(lambda op, x, w, b: op.Gemm(x, op.constant(w), op.maybe(b), transB=op.any, _name="gemm"))
 def onednn_product(net: Network, x: Tensor, w: Tensor, b: Tensor | None, gemm: Layer) -> object:
-    """A large product is followed by an activation that changes nothing.
+    """A large product with an activation that changes nothing.
 
-    Engines of the group "onednn" multiply by MLAS where nothing follows a product, and by oneDNN where
-    something does; which of the two is faster depends on the processor.
+    Engines of the group "onednn" use oneDNN for a product that an activation follows, and otherwise MLAS.
+    Which of the two is faster depends on the processor.
     """
-    # Another activation may stand after a reshape; where one follows anyway, this one costs little.
+    # An activation after a reshape is not seen here; then this one costs little.
     if any(layer.kind == "LeakyRelu" for layer in gemm.get_outputs(0)[0].get_users()):
         return refuse("an activation follows")
     rows = x.shape[0]

@@ -12,7 +12,7 @@ from intarsia.rewrite.fusions.fusion import Fusion, given, integers
 from intarsia.rewrite.pattern import refuse, rule
 from intarsia.rewrite.term import see_through
 
-_END = 1 << 31  # a slice's end beyond any size
+_END = 1 << 31  # the end of a slice, larger than any size
 
 
 def _part(op: Any, x: Any, start: Any, end: Any, axis: Any, step: Any, name: str) -> Any:
@@ -55,7 +55,7 @@ def rotary_embedding(
     a1: Tensor,
     t1: Tensor,
 ) -> object:
-    """x * cos + concat(-x[half:], x[:half]) * sin, where cos and sin repeat themselves in their halves."""
+    """x * cos + concat(-x[half:], x[:half]) * sin, where both halves of cos and sin are equal."""
     if x.ndim != 4 or not all(isinstance(d, int) for d in (x.shape[1], x.shape[3])):
         return refuse(f"{list(x.shape)} is not batch, heads, length, width")
     width = int(x.shape[3])  # type: ignore[arg-type]
@@ -73,10 +73,10 @@ def rotary_embedding(
         if tensor.shape[0] != x.shape[0] and not isinstance(x.shape[0], int):
             return refuse(f"{tensor.name} has one row for a batch of {x.shape[0]}")
         if not _repeats(tensor):
-            return refuse(f"{tensor.name} may not repeat its first half")
+            return refuse(f"{tensor.name} may have two different halves")
         caches.append(tensor)
     flat = [F.slice(F.squeeze(t, [1]), 0, half, axis=2) for t in caches]
-    if cos.shape[0] != x.shape[0] or sin.shape[0] != x.shape[0]:  # each of the batch has its own
+    if cos.shape[0] != x.shape[0] or sin.shape[0] != x.shape[0]:  # every item of a batch needs its own
         flat = [F.expand(t, (int(x.shape[0]), 1, 1)) for t in flat]  # type: ignore[arg-type]
     return F.op("RotaryEmbedding", x, *flat)
 
