@@ -1,6 +1,6 @@
 """Models that were quantized beforehand: the float model, and the quantized one eagerly and compiled.
 
-    python bench/quantized.py [bert vit resnet50] [--by pt2e] [--tolerance 0.1] [--rounds 20]
+    python -m bench.quantized [bert vit resnet50] [--by pt2e] [--tolerance 0.1] [--rounds 20]
 
 Needs `pip install torchao`. `--by pt2e` takes its quantizer for x86 (activations of 8 bits by tensor, weights
 by channel), shown the example once. `--by torchao` is `quantize_` with int8 dynamic activations by row. Peers

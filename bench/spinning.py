@@ -1,6 +1,6 @@
 """ONNX Runtime's threads: sleeping between layers, spinning until a run ends (the default), spinning always.
 
-    python bench/spinning.py [mobilenet_v2 lstm ...]
+    python -m bench.spinning [mobilenet_v2 lstm ...]
 
 A call by itself, a call with products of PyTorch's right after it, which want the same cores, and a call's
 share where two threads call at once; ms, medians of interleaved rounds with a rest before every turn.

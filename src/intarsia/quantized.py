@@ -81,6 +81,12 @@ def _integer_linear(
     return result.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def magnitudes_of_products(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """The sums that `integer_linear` would make if all its terms were positive."""
+    sums = torch.nan_to_num(x).clamp(-128, 128).abs() @ weight.to(x.dtype).abs().t()
+    return sums if scale is None else sums * scale.abs()
+
+
 @functools.cache
 def multiplies_integers_exactly() -> bool:
     """Whether PyTorch's products of 8-bit integers do not saturate on this processor.

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from intarsia.plain_tensors import slices_of
+from intarsia.quantized import is_integer_product, magnitudes_of_products
 
 _STEP = 4  # roundings by which values are changed in further runs
 _TF32 = 2.0**-11  # the rounding of an operand: float32 is cut to 10 bits of mantissa
@@ -138,8 +139,20 @@ class _Precise(fx.Interpreter):
                 if source.op == "get_attr":
                     self.env[source] = _copied(self.env[source])
         value = self._widest(n)
+        if self._generator is not None and is_integer_product(n):
+            return value + self._noise_of_sums(n, value)
         is_view = schema is not None and any(result.alias_info is not None for result in schema.returns)
         return value if is_view else self._nudged(n, value)
+
+    def _noise_of_sums(self, n: fx.Node, value: torch.Tensor) -> torch.Tensor:
+        """The roundings of a product that the model may compute in floats, whose sums are not exact.
+
+        Where integers add up to 0, floats leave a rest: it depends on the terms, not on the result.
+        """
+        x, weight, scale = map(self._wide, n.args[:3])
+        step = _STEP * torch.finfo(torch.float32).eps
+        noise = torch.empty(value.shape).uniform_(-step, step, generator=self._generator)
+        return magnitudes_of_products(x, weight, scale) * noise.to(value)
 
     def _widest(self, n: fx.Node) -> Any:
         if not _keeps_types(n.target):

@@ -101,7 +101,7 @@ def test_states_are_read_twice_and_padding_throughout_is_pytorchs(bart: Generati
         assert torch.equal(ours, own) and runs["own"] == 0
     assert torch.equal(states.last_hidden_state, before)
     empty = call["attention_mask"] * torch.tensor([[0], [1]])
-    with pytest.warns(UserWarning, match="padding throughout"):
+    with pytest.warns(UserWarning, match="padding only"):
         ours, own, runs = both(bart, attention_mask=empty, encoder_outputs=states, max_new_tokens=3, **VARIED)
     assert torch.equal(ours, own) and runs["own"] == 3
 
