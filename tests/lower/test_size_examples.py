@@ -135,3 +135,23 @@ def test_a_range_that_cannot_be_is_an_error_at_compile(low: int) -> None:
         intarsia.compile(Folded(), (torch.rand(6),), dynamic_shapes={"x": {0: Dim("n", min=low, max=9)}})
     with pytest.raises(CaptureError, match=r"constant \(6\)"):
         intarsia.compile(Folded(), (intarsia.Input(min_shape=(low,), opt_shape=(6,), max_shape=(9,)),))
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 4, mode="sum")
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.table(ids, offsets)  # type: ignore[no-any-return]
+
+
+def test_offsets_stay_sorted() -> None:
+    model, ids, offsets = Bags().eval(), torch.arange(9), torch.tensor([0, 4, 7])
+    varying = {"ids": {0: torch.export.Dim.AUTO}, "offsets": {0: torch.export.Dim.AUTO}}
+    fast = intarsia.compile(
+        model, (ids, offsets), dynamic_shapes=varying, engines=["onnxruntime"], min_block_size=1
+    )
+    assert fast.plan.engines == ("onnxruntime",), fast.notes
+    for call in ((torch.arange(5), torch.tensor([0, 2])), (torch.arange(20), torch.arange(0, 20, 2))):
+        torch.testing.assert_close(fast(*call), model(*call))

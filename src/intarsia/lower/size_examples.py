@@ -184,6 +184,7 @@ def _bound(lowered: Lowered, symbol: sympy.Symbol, given: int, largest: bool) ->
 def _resized(value: Any, shape: tuple[Any, ...] | None, sizes: dict[sympy.Symbol, int]) -> Any:
     if shape is None:
         return value
+    is_sorted = _is_sorted_line(value)
     for axis, size in enumerate(shape):
         wanted = size if isinstance(size, int) else int(size.subs(sizes))
         current = value.shape[axis]
@@ -193,4 +194,10 @@ def _resized(value: Any, shape: tuple[Any, ...] | None, sizes: dict[sympy.Symbol
             value = value.new_zeros((*value.shape[:axis], wanted, *value.shape[axis + 1 :]))
         else:
             value = value.index_select(axis, torch.arange(wanted, device=value.device) % current)
-    return value
+    return value.sort().values if is_sorted else value
+
+
+def _is_sorted_line(value: torch.Tensor) -> bool:
+    """Whether these may be offsets. `embedding_bag` returns uninitialized memory if they are not sorted."""
+    is_integer = not (value.is_floating_point() or value.is_complex())
+    return value.dim() == 1 and is_integer and bool((value[1:] >= value[:-1]).all())
