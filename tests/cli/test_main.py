@@ -153,6 +153,7 @@ def test_bench_with_padding(intarsia: Command) -> None:
 def test_bench_with_peers_of_an_exported_file_and_lengths_that_vary(intarsia: Command) -> None:
     words = ("bench", "bert", "--no-full", "--engines", "onnxruntime", "--no-torch-compile", "--seconds", 0.2)
     printed = intarsia.good(*words, "--padded", 3, "--varying", "--exported", "--json")
+    assert json.loads(printed)["measure"] == "latency of 3 lengths together"
     peers = json.loads(printed)["peers"]
     assert {"torch.onnx + onnxruntime", "torch.onnx + openvino"} <= set(peers)
     assert all(peer["error"] < 1e-4 for name, peer in peers.items() if "mnn" not in name), peers
@@ -163,7 +164,9 @@ def test_bench_with_peers_of_an_exported_file_and_lengths_that_vary(intarsia: Co
 @pytest.mark.slow
 def test_bench_of_throughput(intarsia: Command, models: str) -> None:
     words = ("bench", f"{models}:make", "--no-torch-compile", "--seconds", 0.2, "--engines", "onnxruntime")
-    peers = json.loads(intarsia.good(*words, "--batch", 4, "--objective", "throughput", "--json"))["peers"]
+    printed = json.loads(intarsia.good(*words, "--batch", 4, "--objective", "throughput", "--json"))
+    assert printed["measure"].startswith("time per call of ")
+    peers = printed["peers"]
     assert "intarsia, measured" in peers and all(peer["error"] < 1e-5 for peer in peers.values())
     refused = intarsia(*words, "--objective", "speed")
     assert refused.code and "none of latency, throughput" in refused.err

@@ -11,6 +11,8 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -382,3 +384,17 @@ def test_a_search_leaves_it_out_on_processors_where_it_is_slower(monkeypatch: py
     vision = nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(8)])
     monkeypatch.setattr(engine_module, "has_bfloat16_tiles", lambda: True)
     assert "mnn" not in [engine.name for engine in with_unasked_engines(default_engines(), "cpu", vision)]
+
+
+def test_a_file_that_mnn_opens_refuses_integers_beyond_32_bits(tmp_path: Path) -> None:
+    path = tmp_path / "sum.onnx"
+    ports = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, [3]) for name in ("x", "sum")]
+    node = onnx.helper.make_node("Add", ["x", "x"], ["sum"])
+    graph = onnx.helper.make_graph([node], "sum", ports[:1], ports[1:])
+    opset = onnx.helper.make_opsetid("", 17)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8), path)
+    file = MNN().open(path)
+    (result,) = file.run({"x": np.array([1, 2, 3])})
+    assert result.tolist() == [2, 4, 6]
+    with pytest.raises(EngineError, match="MNN reads integers in 32 bits, and x holds 1 to 4294967296"):
+        file.run({"x": np.array([1, 2, 2**32])})

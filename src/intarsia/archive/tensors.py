@@ -218,14 +218,14 @@ def alike(
     Weights in few bits stand in the model in one shape and dtype, and in another in what engines read: they
     took two thirds of the file.
     """
-    found = {}
+    shared = {}
     views = {key: entry["alike"] for key, entry in described.items() if "alike" in entry}
     for key, (whole, dtype, shape) in views.items():
-        held, wanted = tensors[whole], DTYPES[dtype]
-        if min(shape, default=0) < 0 or held.nbytes != math.prod(shape) * wanted.itemsize:
+        stored, described_dtype = tensors[whole], DTYPES[dtype]
+        if min(shape, default=0) < 0 or stored.nbytes != math.prod(shape) * described_dtype.itemsize:
             raise ArchiveError(f"{key} does not consist of the bytes of {whole}")
-        found[key] = _read_again(held, wanted, shape)
-    return found
+        shared[key] = _read_again(stored, described_dtype, shape)
+    return shared
 
 
 def _read_again(tensor: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

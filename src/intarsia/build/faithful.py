@@ -83,14 +83,14 @@ def faithful_lowering(
         return checked
     called = operators()
     suspected = [op for op in decomposition_table() if op in called][:_MOST_SUSPECTS]
-    for kept in (*({op} for op in suspected), None):
-        with keeping_whole(_IsKept(kept)):
+    for whole in (*({op} for op in suspected), None):
+        with keeping_whole(_IsKept(whole)):
             try:
                 other = _checked(judge, lower())
             except Exception:  # the model cannot be lowered without these decompositions
                 continue
         if other.fault is None:
-            names = "any operator" if kept is None else ", ".join(map(str, kept))
+            names = "any operator" if whole is None else ", ".join(map(str, whole))
             note = f"the decomposition of {names} is not used: with it, the graph {checked.fault}"
             return replace(other, notes=(*other.notes, note))
     return checked

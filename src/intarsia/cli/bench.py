@@ -16,7 +16,7 @@ from rich.table import Table
 from torch.utils import _pytree as pytree
 
 from intarsia.choose.measured import Measured, Objective
-from intarsia.choose.race import race_plans
+from intarsia.choose.race import callers, race_plans
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
 from intarsia.engines import NetworkEngine, RuntimeFile, default_engines, known_engines
@@ -32,6 +32,7 @@ class Comparison:
     """The time and the error of each peer, with the plan and the notes of the compiled modules."""
 
     model: str
+    measure: str  # what a time is: of one call, a share of calls at once, or of several lengths
     weights: int
     threads: int
     times: Mapping[str, Timing]
@@ -51,7 +52,12 @@ class Comparison:
             }
             for name, timing in self.times.items()
         }
-        setting = {"model": self.model, "weights": self.weights, "threads": self.threads}
+        setting = {
+            "model": self.model,
+            "measure": self.measure,
+            "weights": self.weights,
+            "threads": self.threads,
+        }
         return {**setting, "peers": peers, "failed": dict(self.failed), "notes": list(self.notes)}
 
 
@@ -107,7 +113,10 @@ def compare(
             times = _timed(calls, objective, seconds)
     weights = sum(p.numel() for p in model.parameters())
     kind = type(specimen.model).__name__
-    return Comparison(kind, weights, torch.get_num_threads(), times, errors, plan, tuple(notes), failed)
+    measure = "latency" if objective == "latency" else f"time per call of {callers()} callers"
+    measure += f" of {len(calls_of)} lengths together" if len(calls_of) > 1 else ""
+    threads = torch.get_num_threads()
+    return Comparison(kind, measure, weights, threads, times, errors, plan, tuple(notes), failed)
 
 
 def print_comparison(comparison: Comparison, *, plan: bool = False) -> None:
@@ -121,7 +130,8 @@ def print_comparison(comparison: Comparison, *, plan: bool = False) -> None:
         console.print(f"{name} fails: {reason}", style="yellow", markup=False, soft_wrap=True)
     if plan:
         console.print(comparison.plan, highlight=False, markup=False, soft_wrap=True)
-    table = Table(title="latency, and the largest difference from eager as a share of the largest output")
+    error = "the largest difference from eager as a share of the largest output"
+    table = Table(title=f"{comparison.measure}, and {error}")
     for column in ("", "median ms", "best ms", "of eager", "error"):
         table.add_column(column, justify="left" if not column else "right")
     eager = comparison.times[EAGER].median

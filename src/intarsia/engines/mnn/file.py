@@ -42,17 +42,22 @@ class MnnFile:
             raise EngineError(f"MNN cannot load {path}")
 
     def run(self, values: Mapping[str, Any]) -> list[Any]:
-        """The outputs, in the order of the file; integers in 32 bits."""
+        """The outputs, in the order of the file, in 32 bits. EngineError if an integer needs more."""
         import MNN.expr as expr
 
-        given = []
+        inputs = []
         for name in self.inputs:
             array = np.ascontiguousarray(values[name])
             is_float = array.dtype.kind == "f"
-            array = array if is_float else array.astype(np.int32)
-            dtype = expr.float if is_float else expr.int
-            given.append(expr.const(array, list(array.shape), expr.NCHW, dtype))
-        results = self._module.onForward(given)
+            short = array.astype(np.float32 if is_float else np.int32, copy=False)
+            if not is_float and not np.array_equal(short, array):
+                raise EngineError(
+                    f"MNN reads integers in 32 bits, and {name} holds {array.min()} to {array.max()}"
+                )
+            inputs.append(
+                expr.const(short, list(short.shape), expr.NCHW, expr.float if is_float else expr.int)
+            )
+        results = self._module.onForward(inputs)
         plain = [x if x.data_format == expr.NCHW else expr.convert(x, expr.NCHW) for x in results]
         return [np.array(x.read(), copy=True).reshape(x.shape) for x in plain]
 
