@@ -61,7 +61,9 @@ calls.clear()
 seen["fused"] = {"error": float((fused(x) - expected).abs().max()), "calls": dict(calls)}
 seen["engines"] = fused.plan.engines
 
-searched = intarsia.compile(model, (x,), partition=intarsia.Measured(budget_s=4), **options)
+# Alone it leads, so its variants are measured however fast its layers run here.
+alone = {**options, "require_full_compilation": True}
+searched = intarsia.compile(model, (x,), partition=intarsia.Measured(budget_s=60), **alone)
 seen["trials"] = [trial.name for trial in searched.plan.findings.trials]
 seen["searches"] = len(Memory()._searches.read())
 
@@ -109,7 +111,7 @@ def test_an_engine_in_a_package_of_its_own(tmp_path: Path) -> None:
     # Fused for: the shipped pattern has made a Gelu of what the model computes by Erf.
     assert first["fused"]["calls"] == {"Gemm": 2, "Gelu": 1} and first["fused"]["error"] < 1e-5
     # Measured, with the options that it proposes.
-    assert {"numpy", "numpy, column major", "pytorch", "eager"} <= set(first["trials"])
+    assert {"numpy", "numpy, column major"} <= set(first["trials"])
     assert first["searches"] == 1
     # Saved and loaded: its packed program is used, nothing is built.
     assert first["loaded"]["counts"] == {"unpack": 1} and first["loaded"]["error"] < 1e-5
