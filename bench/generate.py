@@ -230,7 +230,7 @@ def onnxruntime_genai(told: argparse.Namespace) -> Generate:
 def openvino_genai(told: argparse.Namespace) -> Generate:
     import openvino
 
-    from intarsia.engines.processor import is_arm
+    from intarsia.cache.machine import is_arm
 
     genai = installed("openvino-genai")
     builder = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]

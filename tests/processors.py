@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from intarsia.engines.processor import is_arm
+from intarsia.cache.machine import is_arm
 
 _REASON = "OpenVINO rounds to bfloat16 wrongly on ARM, and is given none there"
 needs_bfloat16 = pytest.mark.skipif(is_arm(), reason=_REASON)

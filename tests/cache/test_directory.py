@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from intarsia.cache.store import cache_directory
-from intarsia.pipeline.balance.cache import cache_path
+from intarsia.pipeline.balance.profile import cache_path
 from intarsia.rewrite.apply import cache_file
 
 

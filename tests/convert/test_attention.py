@@ -11,7 +11,7 @@ from tests.convert.equal import assert_equal, kinds
 from torch.export import Dim
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from intarsia.engines.processor import is_arm
+from intarsia.cache.machine import is_arm
 
 
 def _qkv(*sizes: int, keys: int = 7, width: int = 8, out: int | None = None) -> tuple[torch.Tensor, ...]:

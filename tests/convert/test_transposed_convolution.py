@@ -9,7 +9,7 @@ import torch
 from tests.convert import drivers
 from tests.convert.one_node import answers
 
-from intarsia.engines.processor import is_arm
+from intarsia.cache.machine import is_arm
 from intarsia.errors import EngineError, GuardError
 
 aten = torch.ops.aten

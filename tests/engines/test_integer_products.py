@@ -13,7 +13,7 @@ import intarsia
 from intarsia.capture.export import capture
 from intarsia.convert import registry
 from intarsia.convert.aten.quantize import HAS_QUANTIZED
-from intarsia.engines.onnxruntime import integers
+from intarsia.engines.onnxruntime import engine as onnxruntime
 from intarsia.lower import Lowered, lower
 from intarsia.quantized import INTEGER_LINEAR, multiplies_integers_exactly
 
@@ -73,9 +73,9 @@ def test_onnxruntime_multiplies_every_integer_exactly() -> None:
 def test_where_kernels_saturate_the_product_is_refused_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert integers.inexactness() is None or "saturate on this processor" in str(integers.inexactness())
+    assert onnxruntime.inexactness() is None or "saturate on this processor" in str(onnxruntime.inexactness())
     said = "its products of 8-bit integers saturate on this processor: 64 * 255 * 127 gives 1048544"
-    monkeypatch.setattr(integers, "inexactness", lambda: said)
+    monkeypatch.setattr(onnxruntime, "inexactness", lambda: said)
     model, x = _dynamic(), torch.randn(7, 128)
     fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
     assert f"intarsia.integer_linear.default x2: {said}" in str(fast.plan)

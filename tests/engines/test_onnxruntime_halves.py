@@ -17,9 +17,9 @@ from tests.convert.one_node import answers, network_of
 from torch import nn
 
 import intarsia
+from intarsia.cache.machine import is_arm
 from intarsia.engines.onnxruntime.corrections import compute_in_float32
 from intarsia.engines.onnxruntime.model import guarded
-from intarsia.engines.processor import is_arm
 from intarsia.network import Network
 
 aten = torch.ops.aten

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intarsia
+from intarsia.cache.machine import is_arm
 from intarsia.compare import relative_error
 from intarsia.convert import convert
 from intarsia.engines import OpenVINOFp16
@@ -24,7 +25,6 @@ from intarsia.engines.guards.kinds import NonZero, ValueGuard
 from intarsia.engines.openvino.arm import add_up_in_parts
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.model import _number_in_float16, read
-from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Network
 

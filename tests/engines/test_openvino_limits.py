@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import intarsia
+from intarsia.cache.machine import is_arm
 from intarsia.engines import OpenVINO
-from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F

@@ -13,12 +13,12 @@ from tests.convert.programs import program_of
 from torch import nn
 
 import intarsia
+from intarsia.cache.machine import is_arm
 from intarsia.choose.mixes import shortened
 from intarsia.convert import convert
 from intarsia.convert.aten.quantize import HAS_QUANTIZED
 from intarsia.engines import OnnxRuntimeInt8, OpenVINOInt8, PyTorch
 from intarsia.engines.openvino.program import CompiledModel
-from intarsia.engines.processor import is_arm
 from intarsia.engines.quantized import is_quantized, with_quantize_layers
 from intarsia.network import Network
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import intarsia
+from intarsia.cache.machine import is_arm
 from intarsia.compare import relative_error
 from intarsia.engines import (
     Engine,
@@ -29,7 +30,6 @@ from intarsia.engines import (
 from intarsia.engines.onnxruntime.nbits import silent_tool
 from intarsia.engines.openvino import short
 from intarsia.engines.openvino.program import CompiledModel
-from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 
 ENGINES = [OnnxRuntimeInt8Weights(), OnnxRuntimeInt4Weights(), OpenVINOInt8Weights(), OpenVINOInt4Weights()]

@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 
 from intarsia.convert import registry
 from intarsia.errors import PartitionError
-from intarsia.graph.alias import changed_values, memory_of
 from intarsia.graph.line import placement_line
-from intarsia.graph.nodes import has_no_effect
+from intarsia.graph.nodes import changed_values, has_no_effect, memory_of
 from intarsia.graph.piece import extract, pieces_at, place_of, places_of, plan_at
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import Segment

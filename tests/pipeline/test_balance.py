@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 from intarsia.pipeline.balance import balance_by_size, balance_by_time, balance_cost
-from intarsia.pipeline.balance.cache import CostCache, cache_path
-from intarsia.pipeline.balance.profile import layerwise_sandbox, profile_sizes, profile_times
+from intarsia.pipeline.balance.profile import (
+    CostCache,
+    cache_path,
+    layerwise_sandbox,
+    profile_sizes,
+    profile_times,
+)
 from intarsia.pipeline.gpipe.skip import pop, skippable, stash
 
 cpu = torch.device("cpu")

@@ -14,7 +14,7 @@ from rank_launch import SOURCE, assert_passed, launch
 from restart_job import make
 from torch.nn import functional as F
 
-from intarsia.pipeline.distributed import liveness
+from intarsia.pipeline.distributed import world
 from intarsia.pipeline.distributed.saved import latest_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -116,4 +116,4 @@ def test_a_restart_under_torchrun_goes_on_from_the_last_checkpoint(tmp_path):
 
 
 def test_torch_still_has_the_store():
-    assert callable(liveness.distributed_c10d._get_default_store)
+    assert callable(world.distributed_c10d._get_default_store)

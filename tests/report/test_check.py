@@ -15,7 +15,7 @@ import intarsia
 from intarsia import Input
 from intarsia.engines import GraphEngine
 from intarsia.errors import InputError
-from intarsia.report.drawn_calls import drawn_calls, edge_calls
+from intarsia.report.check import drawn_calls, edge_calls
 
 
 class Net(nn.Module):

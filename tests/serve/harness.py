@@ -16,8 +16,8 @@ import uvicorn
 
 from intarsia.runtime import Compiled
 from intarsia.serve.app import Options, Service, app_of
-from intarsia.serve.batching import Batching, decide
 from intarsia.serve.interface import Interface
+from intarsia.serve.queue import Batching, decide
 from intarsia.serve.server import Draining
 
 

@@ -24,7 +24,7 @@ from torch.export import Dim
 
 import intarsia
 from intarsia.runtime import Compiled
-from intarsia.serve.batching import Batching
+from intarsia.serve.queue import Batching
 
 RAW = "application/x-safetensors"
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional
 
-from intarsia.serve.batching import decide
 from intarsia.serve.interface import Interface
+from intarsia.serve.queue import decide
 
 Function = Callable[..., Any]
 

@@ -11,8 +11,7 @@ from torch import fx
 
 from intarsia.backend.dynamo_graph import inputs_of
 from intarsia.backend.frozen import NOTE, autocast_now, needs_gradients
-from intarsia.backend.graph_call import GraphCall
-from intarsia.backend.reports import new_report
+from intarsia.backend.graph_call import GraphCall, new_report
 from intarsia.errors import InputError
 from intarsia.options import CALL_ARGUMENTS, CompileOptions
 
@@ -37,7 +36,7 @@ def intarsia_backend(
     `options` are those of `intarsia.compile`. Parameters and buffers are constants of the program, which is
     compiled again when they change. Sizes that Dynamo made symbolic vary within the ranges of its guards. A
     graph that needs gradients, or cannot be compiled, runs as captured. A warning says so once, and
-    `intarsia.backend.reports()` has a report for each graph.
+    `intarsia.backend.graph_call()` has a report for each graph.
     """
     compile_options = checked_options(mode, options)
     report = new_report(_where(module))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from intarsia.cli.arguments import AsJson, Full, Model, check_writable, print_json
-from intarsia.drawing.chart import check_picture
+from intarsia.drawing.drawing import check_picture
 from intarsia.errors import InputError, IntarsiaError, PartitionError
 
 app: typer.Typer = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)

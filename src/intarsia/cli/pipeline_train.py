@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intarsia.cli.pipeline_model import Batch, Job
-from intarsia.drawing.chart import new_figure, save_figure
+from intarsia.drawing.drawing import new_figure, save_figure
 from intarsia.errors import InputError, PipelineError
 from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 from intarsia.pipeline.distributed.start import start_process_group

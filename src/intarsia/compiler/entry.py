@@ -22,8 +22,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.device import device_of
-from intarsia.capture.example import Call, copied_call
+from intarsia.capture.example import Call, copied_call, device_of
 from intarsia.capture.export import capture
 from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.output_objects import open_objects

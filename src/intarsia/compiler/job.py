@@ -42,8 +42,7 @@ from intarsia.build.faithful import (
 )
 from intarsia.build.judge import Answer, Judge
 from intarsia.build.trial import elements_of
-from intarsia.capture.device import device_kind, refuse_autocast
-from intarsia.capture.example import Call
+from intarsia.capture.example import Call, device_kind, refuse_autocast
 from intarsia.capture.export import capture
 from intarsia.capture.input import further_calls, resolve_call
 from intarsia.capture.protect import initialized, undisturbed

@@ -1,9 +1,17 @@
-"""The content of the pictures of a plan, as plain data."""
+"""The content of the pictures of a plan, as plain data; charts by matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from intarsia.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 # The colours of engines, in the order of their first segments: Okabe and Ito's, for colour-blind readers.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c00")
@@ -89,3 +97,34 @@ class Drawing:
         others = [engine for engine in self.engines if engine != "pytorch"]
         named = {engine: COLOURS[number % len(COLOURS)] for number, engine in enumerate(others)}
         return {engine: named.get(engine, PYTORCH_COLOUR) for engine in self.engines}
+
+
+# Charts by matplotlib, which is imported only for a chart.
+
+
+_FORMATS = (".svg", ".png", ".pdf")
+
+
+def check_picture(path: Path) -> None:
+    """Raise InputError if no chart can be written to this file."""
+    if path.suffix not in _FORMATS:
+        raise InputError(f"{path} is not a picture; give a name that ends in {', '.join(_FORMATS)}")
+    new_figure(1, 1)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure; width and height are in inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("pictures need matplotlib: pip install 'intarsia[charts]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure. Equal figures result in equal files; in SVG, text stays text."""
+    import matplotlib
+
+    check_picture(path)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "intarsia"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -9,16 +9,18 @@ from functools import cached_property
 from torch import fx
 
 from intarsia.errors import PartitionError
-from intarsia.graph.alias import changed_values, memory_of, written_values
 from intarsia.graph.nodes import (
+    changed_values,
     compute_nodes,
     has_no_effect,
     is_compute,
     is_creation,
     is_size,
     is_view,
+    memory_of,
     op_name,
     producer,
+    written_values,
 )
 from intarsia.graph.segment import find_recomputed
 from intarsia.graph.sizes import total_bytes

@@ -18,8 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.device import device_kind
-from intarsia.capture.example import bound_arguments
+from intarsia.capture.example import bound_arguments, device_kind
 from intarsia.capture.size_guards import holds, read_guards
 from intarsia.lower.lowered import Lowered
 

@@ -13,8 +13,7 @@ from torch import fx, nn
 
 from intarsia.build.control_flow import bodies
 from intarsia.build.details import Advice, advise, plan_details
-from intarsia.capture.device import device_kind, refuse_autocast
-from intarsia.capture.example import Call
+from intarsia.capture.example import Call, device_kind, refuse_autocast
 from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.protect import initialized, keeps_random_state
 from intarsia.compiler.parts import explain_parts, names_within

@@ -7,8 +7,6 @@ from intarsia.rewrite.apply import patterns_by_engine as patterns_by_engine
 from intarsia.rewrite.check import Checked as Checked
 from intarsia.rewrite.check import check_pattern as check_pattern
 from intarsia.rewrite.fusions import FUSIONS as FUSIONS
-from intarsia.rewrite.log import Fired as Fired
-from intarsia.rewrite.log import RewriteLog as RewriteLog
 from intarsia.rewrite.manager import AnalysisPatternManager as AnalysisPatternManager
 from intarsia.rewrite.manager import Match as Match
 from intarsia.rewrite.manager import MatchReport as MatchReport
@@ -20,3 +18,5 @@ from intarsia.rewrite.pattern import Refusal as Refusal
 from intarsia.rewrite.pattern import Rule as Rule
 from intarsia.rewrite.pattern import refuse as refuse
 from intarsia.rewrite.pattern import rule as rule
+from intarsia.rewrite.transaction import Fired as Fired
+from intarsia.rewrite.transaction import RewriteLog as RewriteLog

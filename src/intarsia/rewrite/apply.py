@@ -16,9 +16,9 @@ from intarsia.network import Network
 from intarsia.rewrite.check import Build, random_inputs
 from intarsia.rewrite.driver import Entry
 from intarsia.rewrite.fusions import FUSIONS, Fusion, NetworkBuilder
-from intarsia.rewrite.log import RewriteLog
 from intarsia.rewrite.manager import AnalysisPatternManager, RewritePatternManager
 from intarsia.rewrite.pattern import PatternRewriter
+from intarsia.rewrite.transaction import RewriteLog
 
 Pattern = str | PatternRewriter | RewritePatternManager
 Patterns = bool | Pattern | Iterable[Pattern] | None

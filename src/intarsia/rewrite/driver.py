@@ -16,9 +16,8 @@ from intarsia.network.edit.journal import InputReplaced, LayerRemoved, TypeChang
 from intarsia.network.ops import MAY_BE_IDENTITY
 from intarsia.network.text import kind_of
 from intarsia.network.verify import verify_links
-from intarsia.rewrite.log import Broken, RewriteLog
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.transaction import Change, attempt, last_line
+from intarsia.rewrite.transaction import Broken, Change, RewriteLog, attempt, last_line
 
 _LOOP = 64  # replacements of replacements that are looked at to find a loop
 

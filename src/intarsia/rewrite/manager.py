@@ -12,9 +12,8 @@ from torch import nn
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, net_guard
 from intarsia.rewrite.driver import Driver, Entry, PatternIndex, bits
-from intarsia.rewrite.log import RewriteLog
 from intarsia.rewrite.pattern import PatternAnalyzer, PatternRewriter, Refusal
-from intarsia.rewrite.transaction import attempt
+from intarsia.rewrite.transaction import RewriteLog, attempt
 
 
 class Match(NamedTuple):

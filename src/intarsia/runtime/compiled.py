@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.nn.modules import module as torch_module
 
-from intarsia.capture.device import under_autocast
+from intarsia.capture.example import under_autocast
 from intarsia.capture.protect import evaluating
 from intarsia.engines import Program
 from intarsia.errors import InputError, RefitError

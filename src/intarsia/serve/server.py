@@ -25,9 +25,8 @@ import uvicorn
 
 from intarsia.errors import InputError, IntarsiaError
 from intarsia.serve.app import Options, Service, app_of
-from intarsia.serve.batching import decide
 from intarsia.serve.interface import Interface, load_interface
-from intarsia.serve.queue import SHARED
+from intarsia.serve.queue import SHARED, decide
 
 
 def service_of(path: str, options: Options) -> Service:

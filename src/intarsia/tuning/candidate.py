@@ -12,7 +12,7 @@ from torch import nn
 
 from intarsia.build.faithful import Example, judged_example, whole_fault
 from intarsia.build.judge import Call, Judge
-from intarsia.capture.device import device_kind
+from intarsia.capture.example import device_kind
 from intarsia.compiler.entry import compile_whole
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import InputError, IntarsiaError, InternalError, first_line

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from intarsia.cache.machine import has_bfloat16_tiles
+from intarsia.cache.machine import has_bfloat16_tiles, is_arm, thread_count
 from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, RuntimeFile, WeightFile
 from intarsia.engines.guards.kinds import Checks
-from intarsia.engines.mnn.library import library, silent_stdout
-from intarsia.engines.mnn.program import CHECKS, MnnProgram
+from intarsia.engines.mnn.program import CHECKS, MnnProgram, library, silent_stdout
 from intarsia.engines.ports import Ports
-from intarsia.engines.processor import is_arm, thread_count
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from intarsia.cache.machine import thread_count
 from intarsia.engines.base import Arrays
 from intarsia.engines.mnn.converter import convert_file
-from intarsia.engines.mnn.library import library, silent_stdout
-from intarsia.engines.processor import thread_count
+from intarsia.engines.mnn.program import library, silent_stdout
 from intarsia.errors import EngineError
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from intarsia.engines.processor import is_arm
+from intarsia.cache.machine import is_arm
 from intarsia.network import Network, dtypes
 from intarsia.network.ops import KEEPS_VALUES, MOVES_DATA
 

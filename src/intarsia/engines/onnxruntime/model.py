@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 from onnx import TensorProto
 
+from intarsia.cache.machine import is_arm
 from intarsia.engines.guards import appended
 from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.intervals import Interval
@@ -28,7 +29,6 @@ from intarsia.engines.onnxruntime.corrections import (
 )
 from intarsia.engines.onnxruntime.nbits import is_half
 from intarsia.engines.onnxruntime.session import OUTPUT
-from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
 from intarsia.network.bodies import bodies_of

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from intarsia.cache.machine import is_arm
 from intarsia.engines.base import Arrays
-from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from intarsia.cache.machine import thread_count
 from intarsia.engines.base import (
     Engine,
     GrowingFile,
@@ -21,7 +22,6 @@ from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.openvino.core import core, last_line, settings
 from intarsia.engines.openvino.program import CompiledModel, export, imported
 from intarsia.engines.ports import Ports
-from intarsia.engines.processor import thread_count
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import math
 
 import onnx_ir as ir
 
+from intarsia.cache.machine import is_arm
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
 from intarsia.engines.guards.planner import FINITE, of_rounded_product
-from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network.ops import COUNTS, MOVES_DATA, NORMALIZES, RECURRENT

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from intarsia.cache.machine import is_arm
 from intarsia.engines.guards.float16 import LARGEST_HALF, in_float16
 from intarsia.engines.guards.kinds import (
     AnyGuard,
@@ -28,7 +29,6 @@ from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.idioms import show_norms, show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
 from intarsia.engines.openvino.packed import PackedWeight, as_inputs, put_in
-from intarsia.engines.processor import is_arm
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
 from intarsia.network import Network

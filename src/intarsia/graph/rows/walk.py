@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from intarsia.errors import error_text, first_line
-from intarsia.graph.alias import changed_values, memory_of
-from intarsia.graph.nodes import whereabouts
+from intarsia.graph.nodes import changed_values, memory_of, whereabouts
 from intarsia.graph.rows.call import Call, Mixes, Numbers, Reduced, Rows, Summary, Unknown
 from intarsia.graph.rows.rules import placement
 

@@ -37,8 +37,6 @@ from intarsia.network.functional.elementwise import (
 )
 from intarsia.network.functional.nn import *  # noqa: F403
 from intarsia.network.functional.nn import matmul
-from intarsia.network.functional.quantize import *  # noqa: F403
-from intarsia.network.functional.reduce import *  # noqa: F403
 from intarsia.network.functional.shape import *  # noqa: F403
 from intarsia.network.network import Tensor
 

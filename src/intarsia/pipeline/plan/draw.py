@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from intarsia.drawing.chart import new_figure, save_figure
+from intarsia.drawing.drawing import new_figure, save_figure
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.plan.simulate import Simulation, simulate
 from intarsia.pipeline.schedules import Action, Schedule, Slot

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from intarsia.capture.export_context import kept_messages, short_stack_traces
 from intarsia.capture.output_objects import opening
 from intarsia.errors import CaptureError, error_text
-from intarsia.graph.alias import memory_of
+from intarsia.graph.nodes import memory_of
 from intarsia.pipeline.stages.behaviour import export_without_chance, trace_without_counters
 from intarsia.pipeline.stages.signature import Axes
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from intarsia.errors import InputError, PartitionError, near_names
-from intarsia.graph.alias import memory_of
+from intarsia.graph.nodes import memory_of
 from intarsia.graph.piece import Piece, pieces_at, relayed
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.stages.devices import retarget

@@ -15,8 +15,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import CaptureError
-from intarsia.graph.alias import changed_values, memory_of
 from intarsia.graph.line import Line, training_line
+from intarsia.graph.nodes import changed_values, memory_of
 from intarsia.pipeline.stages.export import export_model
 from intarsia.pipeline.stages.signature import (
     Axes,
