@@ -37,15 +37,12 @@ from intarsia.cli import zoo
 def peers(thing: zoo.Specimen, folder: Path) -> dict[str, Callable[[], object]]:
     path = folder / "model.onnx"
 
-    def export() -> None:
-        torch.onnx.export(thing.model, thing.args, path, kwargs=thing.kwargs, dynamo=True, verbose=False)
-
     def onnx_then_onnxruntime() -> object:
-        export()
+        thing.export_onnx(path)
         return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
     def onnx_then_openvino() -> object:
-        export()
+        thing.export_onnx(path)
         core = openvino.Core()
         return core.compile_model(core.read_model(path), "CPU")
 
@@ -130,16 +127,7 @@ def cold(name: str, thing: zoo.Specimen, rounds: int, table: Table) -> None:
     def session() -> object:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.onnx")
-            shapes = thing.dynamic_shapes
-            torch.onnx.export(
-                thing.model,
-                thing.args,
-                path,
-                kwargs=thing.kwargs,
-                dynamo=True,
-                dynamic_shapes=shapes,
-                verbose=False,
-            )
+            thing.export_onnx(path)
             return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
     def ours() -> object:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 
 # On ARM `torch.set_num_threads` does not reach the library that convolves: the plain module would have two.
@@ -23,25 +22,13 @@ from rich.table import Table
 from torch import nn
 
 from intarsia.pipeline import GPipe
+from intarsia.timing import race
 
 
 def layers(count: int, channels: int) -> nn.Sequential:
     """Equal layers of convolutions: much arithmetic for the memory they touch."""
     convolutions = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(count))
     return nn.Sequential(*(nn.Sequential(convolution, nn.ReLU(inplace=True)) for convolution in convolutions))
-
-
-def best(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The least seconds of each."""
-    for run in runs.values():
-        run()
-    found = dict.fromkeys(runs, float("inf"))
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            found[name] = min(found[name], time.perf_counter() - start)
-    return found
 
 
 def main() -> None:
@@ -93,9 +80,12 @@ def main() -> None:
     for column in ("", "plain, ms", "pipeline, ms", "speed-up", "of the ideal"):
         table.add_column(column, justify="right" if column else "left")
     for name, (one, two) in cases.items():
-        seconds = best({"plain": one, "pipeline": two}, arguments.rounds)
-        speed_up = seconds["plain"] / seconds["pipeline"]
-        times = [f"{seconds[key] * 1e3:.1f}" for key in ("plain", "pipeline")]
+        timings = race(
+            {"plain": one, "pipeline": two}, rounds=arguments.rounds, warmup=1, least=arguments.rounds
+        )
+        plain_s, pipeline_s = timings["plain"].best, timings["pipeline"].best
+        speed_up = plain_s / pipeline_s
+        times = [f"{seconds * 1e3:.1f}" for seconds in (plain_s, pipeline_s)]
         table.add_row(name, *times, f"{speed_up:.2f}", f"{speed_up / ideal:.0%}")
     Console().print(table)
 

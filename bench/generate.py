@@ -125,12 +125,7 @@ def write_packed(told: argparse.Namespace) -> None:
             tensors[f"{name}.weight_scale"] = scale.to(layer.weight.dtype)
             tensors[f"{name}.weight_shape"] = torch.tensor(weight.shape)
     group = {"strategy": "group", "group_size": 128} if told.bits == 4 else {"strategy": "channel"}
-    weights = {"num_bits": told.bits, "type": "int", "symmetric": True, **group}
-    model.config.quantization_config = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
-    }
+    model.config.quantization_config = settings_of_packed(told.bits, group)
     began = folder.with_name("unfinished")
     began.mkdir(parents=True, exist_ok=True)
     save_file(tensors, began / "model.safetensors", {"format": "pt"})
@@ -139,21 +134,38 @@ def write_packed(told: argparse.Namespace) -> None:
     began.rename(folder)
 
 
-def drawn(told: argparse.Namespace) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama_config(sizes: Sequence[int], length: int, **settings: Any) -> Any:
+    """A decoder of the sizes of a row of `SIZES`, for as many tokens."""
+    from transformers import LlamaConfig
 
-    hidden, inner, layers, heads, shared, vocabulary = SIZES[told.size]
-    config = LlamaConfig(
+    hidden, inner, layers, heads, shared, vocabulary = sizes
+    return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=shared,
-        max_position_embeddings=max(room(told), 512),
+        max_position_embeddings=length,
         eos_token_id=None,
-        pad_token_id=0,
+        **settings,
     )
+
+
+def settings_of_packed(bits: int, grouping: dict[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of a folder in the layout `pack-quantized` of compressed-tensors."""
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, **grouping}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+def drawn(told: argparse.Namespace) -> Any:
+    from transformers import LlamaForCausalLM
+
+    config = llama_config(SIZES[told.size], max(room(told), 512), pad_token_id=0)
     torch.manual_seed(0)
     with torch.device(told.device):
         model = LlamaForCausalLM(config).to(getattr(torch, told.dtype)).eval()

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -106,23 +105,12 @@ def main() -> None:
     if given.worker:
         rank(given.worker, given.layers, given.width, given.train)
         return
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+    with tempfile.TemporaryDirectory() as folder:
         size = write_shards(Path(folder), given.layers, given.width)
         print(f"{given.layers} layers of width {given.width}: {size / 2**20:.1f} MB, {given.ranks} ranks")
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        probe.close()
-        common = os.environ | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": str(given.ranks),
-        }
-        ranks = [
-            subprocess.Popen([sys.executable, *sys.argv, "--worker", folder], env=common | {"RANK": str(r)})
-            for r in range(given.ranks)
-        ]
-        failed = [p.wait() for p in ranks]
-    sys.exit(max(failed))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += [f"--nproc-per-node={given.ranks}", *sys.argv, "--worker", folder]
+        subprocess.run(launch, check=True)
 
 
 if __name__ == "__main__":

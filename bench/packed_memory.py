@@ -41,21 +41,11 @@ _ANSWER = "memory: "
 
 def write_folder(folder: Path, size: str) -> None:
     import torch
+    from generate import llama_config, settings_of_packed  # beside this file, which runs as a script
     from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    hidden, inner, layers, heads, shared, vocabulary = SIZES[size]
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=shared,
-        max_position_embeddings=512,
-        architectures=["LlamaForCausalLM"],
-        eos_token_id=None,
-    )
+    config = llama_config(SIZES[size], 512, architectures=["LlamaForCausalLM"])
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     tensors = {}
@@ -69,12 +59,7 @@ def write_folder(folder: Path, size: str) -> None:
             own = module.named_parameters(recurse=False)
             tensors |= {f"{name}.{key}": torch.rand(weight.shape) for key, weight in own}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
-    settings = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
-    }
+    settings = settings_of_packed(4, {"strategy": "group", "group_size": _GROUP})
     (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": settings}))
 
 

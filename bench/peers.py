@@ -30,6 +30,7 @@ from intarsia.cache.machine import machine_key, package_version
 from intarsia.choose import Measured
 from intarsia.choose.measured import Objective
 from intarsia.choose.race import race_plans
+from intarsia.cli.bench import as_peer
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
 from intarsia.engines import MNN
@@ -207,18 +208,9 @@ def _tensors(thing: Specimen) -> list[torch.Tensor]:
 @contextmanager
 def _exported(thing: Specimen) -> Iterator[Path]:
     """The file that torch's exporter makes."""
-    shapes = thing.dynamic_shapes
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
-        torch.onnx.export(
-            thing.model,
-            thing.args,
-            path,
-            kwargs=thing.kwargs,
-            dynamo=True,
-            dynamic_shapes=shapes,
-            verbose=False,
-        )
+        thing.export_onnx(path)
         yield path
 
 
@@ -241,13 +233,7 @@ def _onnxruntime(thing: Specimen) -> Peer:
 def _mnn(thing: Specimen) -> Peer:
     """MNN by its own converter."""
     with _exported(thing) as path:
-        module = MNN().open(path)
-
-    def run(thing: Specimen) -> list[torch.Tensor]:
-        feed = dict(zip(module.inputs, [tensor.numpy() for tensor in _tensors(thing)], strict=True))
-        return [torch.from_numpy(array) for array in module.run(feed)]
-
-    return run
+        return _called(as_peer(MNN().open(path)))
 
 
 def _bound(thing: Specimen) -> Any:

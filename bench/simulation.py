@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -300,15 +299,8 @@ def main() -> None:
         rank_main(options)
         return
     for world in options.processes:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-        common |= {"GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, *sys.argv]
-        ranks = [subprocess.Popen(command, env=common | {"RANK": str(r)}) for r in range(world)]
-        if sum(abs(r.wait()) for r in ranks):
-            raise SystemExit(f"a rank of {world} failed")
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        subprocess.run([*launch, *sys.argv], env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}, check=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -181,10 +180,9 @@ def _exported_peers(specimen: Specimen) -> tuple[dict[str, Callable[..., Any]], 
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
-        export = partial(torch.onnx.export, specimen.model, specimen.args, path, kwargs=specimen.kwargs)
         try:
             with working("exporting by torch.onnx"):
-                export(dynamo=True, dynamic_shapes=specimen.dynamic_shapes, verbose=False)
+                specimen.export_onnx(path)
         except Exception as error:
             return {}, {"torch.onnx.export": error_text(error)}
         for name, kind in known_engines().items():
@@ -195,13 +193,15 @@ def _exported_peers(specimen: Specimen) -> tuple[dict[str, Callable[..., Any]], 
             label, engine = f"torch.onnx + {name}", kind()
             if engine.unavailable() is None:
                 try:
-                    peers[label] = _opened(engine.open(path))
+                    peers[label] = as_peer(engine.open(path))
                 except Exception as error:
                     failed[label] = error_text(error)
     return peers, failed
 
 
-def _opened(file: RuntimeFile) -> Callable[..., list[torch.Tensor]]:
+def as_peer(file: RuntimeFile) -> Callable[..., list[torch.Tensor]]:
+    """A runtime's file, called with the model's arguments."""
+
     def run(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
         values = [x.numpy() for x in _tensors((args, kwargs))]
         results = file.run(dict(zip(file.inputs, values, strict=True)))

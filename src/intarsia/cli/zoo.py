@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,18 @@ class Specimen:
         from intarsia.compiler import compile
 
         return compile(self.model, self.args, self.kwargs, dynamic_shapes=self.dynamic_shapes, **options)
+
+    def export_onnx(self, path: Path) -> None:
+        """Write the file of `torch.onnx.export`."""
+        torch.onnx.export(
+            self.model,
+            self.args,
+            path,
+            kwargs=self.kwargs,
+            dynamo=True,
+            dynamic_shapes=self.dynamic_shapes,
+            verbose=False,
+        )
 
     def repeated(self, times: int) -> Specimen:
         """The model with a batch of `times` copies of its example.
