@@ -10,8 +10,16 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from intarsia.cache.store import JsonStore
+import intarsia
+from intarsia.cache.machine import machine_key, package_version, processor_name
+from intarsia.cache.store import JsonStore, cache_directory
+from intarsia.engines import OnnxRuntime
+from intarsia.pipeline import balance_by_time
+from intarsia.pipeline.balance.profile import cache_path
+from intarsia.rewrite.apply import Benefits, cache_file, engine_key
 
 
 def test_keeps_and_merges(tmp_path: Path) -> None:
@@ -104,3 +112,82 @@ def test_threads_write_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert store.read() == {str(n): n for n in range(12)}
+
+
+# One directory for all that is measured.
+
+
+def test_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+    assert cache_directory() == tmp_path
+    assert cache_path() == tmp_path / "profiles.json"
+    assert cache_file() == tmp_path / "rewrite.json"
+
+
+def test_the_users_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INTARSIA_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "intarsia"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "intarsia"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("INTARSIA_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_directory().name.startswith("intarsia-")
+
+
+# Whatever stands where measurements are kept, compiling and balancing go on.
+
+
+MODEL = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.LayerNorm(4)).eval()
+
+
+def prepare(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "cache"
+    monkeypatch.setenv("INTARSIA_CACHE", "/proc/no" if kind == "unwritable" else str(place))
+    if kind == "a file":
+        place.write_text("here")
+    if kind in ("binary junk", "a list", "wrong types"):
+        place.mkdir()
+        key = engine_key(OnnxRuntime())
+        junk = {
+            "binary junk": b"\x00\xff" * 50,
+            "a list": b"[1]",
+            "wrong types": f'{{"{key}": ["no", "table"], "x": {{"y": "z"}}}}'.encode(),
+        }[kind]
+        for name in ("rewrite.json", "profiles.json"):
+            (place / name).write_bytes(junk)
+
+
+@pytest.mark.filterwarnings("ignore:cannot (read|write)")
+@pytest.mark.parametrize("kind", ["unwritable", "a file", "binary junk", "a list", "wrong types"])
+def test_compile_and_balance(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path, kind, monkeypatch)
+    x = torch.randn(2, 4)
+    fast = intarsia.compile(MODEL, (x,), engines=["onnxruntime"])
+    torch.testing.assert_close(fast(x), MODEL(x), rtol=1e-4, atol=1e-5)
+    assert sum(balance_by_time(2, MODEL, x, timeout=0.01)) == 3
+
+
+@pytest.mark.parametrize("value", ["0.5", True, None, [0.5], -1, float("nan")])
+def test_a_ratio_that_is_none_is_unknown(tmp_path: Path, value: object) -> None:
+    known = Benefits(tmp_path / "known.json")
+    known.store.update({engine_key(OnnxRuntime()): {"silu": value}})
+    assert known.get(OnnxRuntime(), "silu") is None
+
+
+def test_the_key_names_what_a_measurement_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    key = engine_key(OnnxRuntime())
+    for part in ("onnxruntime", onnxruntime.__version__, processor_name(), package_version("intarsia")):
+        assert part in key
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert "77 of" in machine_key() and engine_key(OnnxRuntime()) != key
+    assert package_version("no_such_module") == "?"

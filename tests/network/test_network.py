@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.network.diamond import diamond, layer
 from intarsia.errors import NetworkError
 from intarsia.network import Network, Tensor, default_net, net_guard
 from intarsia.network import functional as F
+from intarsia.network.attributes import from_attr, to_attr
 from intarsia.network.edit.redirect import remove_dead, undo
 
 
@@ -338,3 +341,40 @@ def test_any_edits_are_undone(data: st.DataObject) -> None:
         F.neg(made[-1])
     labels = [net.order.of(x.node) for x in net.get_layers()]
     assert labels == sorted(set(labels))
+
+
+# Python values as attributes and back.
+
+
+KIND = ir.AttributeType
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "back"),
+    [
+        (3, KIND.INT, 3),
+        (True, KIND.INT, 1),
+        (ir.DataType.INT64, KIND.INT, 7),
+        (0.5, KIND.FLOAT, 0.5),
+        ("text", KIND.STRING, "text"),
+        ([1, True], KIND.INTS, [1, 1]),
+        ((1, 0.5), KIND.FLOATS, [1.0, 0.5]),
+        ([], KIND.INTS, []),
+        (["a", "b"], KIND.STRINGS, ["a", "b"]),
+    ],
+)
+def test_there_and_back(value: Any, kind: ir.AttributeType, back: Any) -> None:
+    attr = to_attr("name", value)
+    assert attr.type == kind and from_attr(attr) == back
+
+
+def test_tensors_and_graphs() -> None:
+    tensor = ir.Tensor(np.asarray([1.0], np.float32))
+    assert to_attr("value", tensor).type == KIND.TENSOR and from_attr(to_attr("value", tensor)) is tensor
+    assert to_attr("body", ir.Graph([], [], nodes=[])).type == KIND.GRAPH
+
+
+@pytest.mark.parametrize("value", [object(), {"a": 1}, [object()], [1, "a"], [None], 1j])
+def test_what_no_layer_can_hold(value: Any) -> None:
+    with pytest.raises(NetworkError, match=r"attribute name=.* has a type that no layer can hold"):
+        to_attr("name", value)

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 import intarsia
 from intarsia import Input
+from intarsia.cli import zoo
 from intarsia.engines import GraphEngine
 from intarsia.errors import InputError
+from intarsia.graph.plan import Plan
 from intarsia.report.check import drawn_calls, edge_calls
 
 
@@ -233,3 +235,20 @@ def test_a_file_of_other_weights_is_called_that(tmp_path: Path) -> None:
     intarsia.save(fast, tmp_path / "linear.intarsia")
     report = intarsia.check(nn.Linear(8, 8).eval(), (x,), tmp_path / "linear.intarsia")
     assert not report.equal and "it was compiled with other weights: weight, bias" in report.notes
+
+
+# `explain` says before a compile what `compile` then does.
+
+
+def _placement(plan: Plan) -> list[tuple[str, list[str]]]:
+    return [(segment.engine, [node.name for node in segment.nodes]) for segment in plan.segments]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.names())
+def test_explain_and_compile_agree(name: str) -> None:
+    specimen = zoo.specimen(name)
+    compiled = intarsia.compile(specimen.model, specimen.args, specimen.kwargs)
+    assert isinstance(compiled, intarsia.Compiled)
+    explained = intarsia.explain(specimen.model, specimen.args, specimen.kwargs)
+    assert _placement(explained.plan) == _placement(compiled.plan)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from intarsia.errors import RewriteError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
-from intarsia.rewrite import RewritePatternManager, Rule, refuse, rule
+from intarsia.rewrite import FUSIONS, RewritePatternManager, Rule, refuse, rule
 
 
 def network(make: Callable[..., Tensor | tuple[Tensor, ...]], *shapes: tuple[int | str, ...]) -> Network:
@@ -224,3 +226,21 @@ def test_mistakes_in_a_rule_are_told_when_it_is_made() -> None:
         rule(lambda op, x: op.Relu(x, _shred=True))(lambda net, x: x)
     with pytest.raises(RewriteError, match="cannot be part of a pattern"):
         rule(lambda op, x: op.Relu("x"))(lambda net, x: x)
+
+
+# What docs/rewriting.md shows is what happens.
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "rewriting.md"
+
+
+def test_the_page_runs() -> None:
+    failed, tried = doctest.testfile(
+        str(PAGE), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert tried > 30 and failed == 0
+
+
+def test_every_shipped_pattern_is_listed() -> None:
+    text = PAGE.read_text()
+    assert [name for name in FUSIONS if f"`{name}`" not in text] == []
