@@ -6,21 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from tests.functions import Function
+from torch import fx
 from torch.export import Dim, export
 
 from intarsia.convert import registry
 from intarsia.convert.evaluators import EVALUATORS
 from intarsia.lower import lower
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 def lowered_program(

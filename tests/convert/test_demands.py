@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as TF
 from tests.convert import drivers
 from tests.convert.programs import program_of
-from torch import nn
+from tests.functions import Function
 
 import intarsia
 from intarsia.convert import convert
@@ -40,17 +40,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 }
 # Losses are lowered to a gather, which has words of its own.
 DECOMPOSED = {"nll_loss", "cross_entropy"}
-
-
-class Function(nn.Module):
-    """A function as a model."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        return self.function(*args)
 
 
 @pytest.mark.parametrize("engine", drivers.ENGINES)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tests.convert import drivers
-from tests.convert.programs import Function
 from tests.convert.samples import OPINFO_MISSING, op_infos, samples
+from tests.functions import Function
 from torch.export import Dim, export
 
 from intarsia.convert import convert, registry

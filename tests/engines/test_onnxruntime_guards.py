@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import torch
 import torch.nn.functional as TF
 from tests.convert.one_node import network_of
 from tests.convert.programs import program_of
+from tests.functions import Function
 from torch import nn
 
 import intarsia
@@ -33,29 +32,18 @@ SEQUENCE = torch.randn(2, 3, 4, generator=G)
 torch.manual_seed(0)
 
 
-class Of(nn.Module):
-    """A function, and the modules it calls."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function, self.parts = function, nn.ModuleList(modules)
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.function(*self.parts, *inputs)
-
-
 def changed(x: torch.Tensor, value: float) -> torch.Tensor:
     x = x.clone()
     x.view(-1)[x.numel() // 2] = value
     return x
 
 
-def sampled(mode: str, padding: str) -> Of:
-    return Of(lambda x, g: TF.grid_sample(x, g, mode=mode, padding_mode=padding, align_corners=False))
+def sampled(mode: str, padding: str) -> Function:
+    return Function(lambda x, g: TF.grid_sample(x, g, mode=mode, padding_mode=padding, align_corners=False))
 
 
-def attending(causal: bool, scale: float | None) -> Of:
-    return Of(lambda q, v, k: TF.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale))
+def attending(causal: bool, scale: float | None) -> Function:
+    return Function(lambda q, v, k: TF.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale))
 
 
 def qkv(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -66,23 +54,31 @@ def qkv(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 EDGES = [NAN, INF, -INF, 3e38, -3e38]
 CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
-    "max_pool2d": (Of(lambda x: TF.max_pool2d(x, 3, 2, 1)), (IMAGE,), [NAN, -INF]),
+    "max_pool2d": (Function(lambda x: TF.max_pool2d(x, 3, 2, 1)), (IMAGE,), [NAN, -INF]),
     "max_pool2d behind a convolution": (
         nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2)),
         (IMAGE,),
         [NAN, INF],
     ),
-    "max_pool2d of an image without a batch": (Of(lambda x: TF.max_pool2d(x, 1)), (IMAGE[0],), [NAN, -INF]),
+    "max_pool2d of an image without a batch": (
+        Function(lambda x: TF.max_pool2d(x, 1)),
+        (IMAGE[0],),
+        [NAN, -INF],
+    ),
     "max_pool2d behind a mask": (
-        Of(lambda x: TF.max_pool2d(x.masked_fill(x > 9, -INF), 1)),
+        Function(lambda x: TF.max_pool2d(x.masked_fill(x > 9, -INF), 1)),
         (IMAGE,),
         [NAN, INF, -INF],
     ),
-    "max_pool2d, places": (Of(lambda x: TF.max_pool2d(x, 2, return_indices=True)), (IMAGE,), [NAN, -INF]),
-    "lstm": (Of(lambda m, x: m(x)[0], nn.LSTM(4, 5)), (SEQUENCE,), [NAN]),
-    "gru": (Of(lambda m, x: m(x)[0], nn.GRU(4, 5)), (SEQUENCE,), [NAN]),
+    "max_pool2d, places": (
+        Function(lambda x: TF.max_pool2d(x, 2, return_indices=True)),
+        (IMAGE,),
+        [NAN, -INF],
+    ),
+    "lstm": (Function(lambda m, x: m(x)[0], nn.LSTM(4, 5)), (SEQUENCE,), [NAN]),
+    "gru": (Function(lambda m, x: m(x)[0], nn.GRU(4, 5)), (SEQUENCE,), [NAN]),
     "lstm behind a layer": (
-        Of(lambda a, m, x: m(a(x))[0], nn.Linear(4, 4), nn.LSTM(4, 5)),
+        Function(lambda a, m, x: m(a(x))[0], nn.Linear(4, 4), nn.LSTM(4, 5)),
         (SEQUENCE,),
         [NAN],
     ),
@@ -94,10 +90,14 @@ CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
     ),
     "group norm": (nn.GroupNorm(1, 2), (IMAGE,), [NAN, INF, 1e25, 3e38]),
     "instance norm": (nn.InstanceNorm2d(2), (IMAGE,), [NAN, INF, 1e25, 3e38]),
-    "deviation": (Of(lambda x: x.std(-1)), (SEQUENCE,), [NAN, INF, 1e20, 3e38]),
-    "upsample": (Of(lambda x: TF.interpolate(x, scale_factor=2, mode="bilinear")), (IMAGE,), [INF, NAN]),
+    "deviation": (Function(lambda x: x.std(-1)), (SEQUENCE,), [NAN, INF, 1e20, 3e38]),
+    "upsample": (
+        Function(lambda x: TF.interpolate(x, scale_factor=2, mode="bilinear")),
+        (IMAGE,),
+        [INF, NAN],
+    ),
     "upsample of one row": (
-        Of(lambda x: TF.interpolate(x, scale_factor=2.0, mode="bilinear")),
+        Function(lambda x: TF.interpolate(x, scale_factor=2.0, mode="bilinear")),
         (torch.randn(2, 1, 1, 4, generator=G),),
         [INF, -INF, NAN],
     ),
@@ -137,7 +137,7 @@ def test_special_values_are_answered_as_by_pytorch(name: str, engine: str) -> No
 
 def test_one_warning_names_the_input_and_its_values() -> None:
     fast = intarsia.compile(
-        Of(lambda x: TF.max_pool2d(x, 2)), (IMAGE,), engines=["onnxruntime"], min_block_size=1
+        Function(lambda x: TF.max_pool2d(x, 2)), (IMAGE,), engines=["onnxruntime"], min_block_size=1
     )
     with pytest.warns(
         UserWarning, match="PyTorch runs this call in place of an engine: inputs_0 must not hold NaN"
@@ -169,7 +169,7 @@ def test_a_model_of_plain_layers_has_no_guards() -> None:
 
 def test_without_guards_values_are_trusted() -> None:
     engine = OnnxRuntime(guards=False)
-    pooled = Of(lambda x: TF.max_pool2d(x, 2, padding=1))
+    pooled = Function(lambda x: TF.max_pool2d(x, 2, padding=1))
     fast = intarsia.compile(pooled, (IMAGE,), engines=[engine], min_block_size=1)
     (step,) = fast.inlay.steps
     assert step.program.program.guards == []
@@ -184,7 +184,7 @@ def test_a_row_hidden_whole_is_not_a_number(engine: str) -> None:
     q, k, v = (torch.randn(2, 4, 6, 8, generator=G) for _ in range(3))
     hide = torch.zeros(2, 4, 6, 6, dtype=torch.bool)
     hide[:, :, :, 4] = True
-    fast = intarsia.compile(Of(attend), (q, k, v, hide), engines=[engine], min_block_size=1)
+    fast = intarsia.compile(Function(attend), (q, k, v, hide), engines=[engine], min_block_size=1)
     hide[0, 1, 2] = True
     torch.testing.assert_close(
         fast(q, k, v, hide), attend(q, k, v, hide), equal_nan=True, rtol=1e-4, atol=1e-5
@@ -195,7 +195,7 @@ def test_a_row_hidden_whole_is_not_a_number(engine: str) -> None:
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def test_the_largest_of_nothing_but_minus_infinity(engine: str) -> None:
     """Kernels start from the least finite number, which a padded window then keeps."""
-    model = Of(lambda x: TF.max_pool2d(x, 2, padding=1))
+    model = Function(lambda x: TF.max_pool2d(x, 2, padding=1))
     fast = intarsia.compile(model, (IMAGE,), engines=[engine], min_block_size=1)
     assert fast.plan.on_engines == 1
     assert fast(torch.full_like(IMAGE, -INF)).tolist() == model(torch.full_like(IMAGE, -INF)).tolist()
@@ -203,7 +203,7 @@ def test_the_largest_of_nothing_but_minus_infinity(engine: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:PyTorch runs this call")
 def test_a_norm_fused_with_its_residual_minds_squares_that_overflow() -> None:
-    model = Of(lambda a, b, x, y: b(a(x + y) + y), nn.LayerNorm(4), nn.LayerNorm(4)).eval()
+    model = Function(lambda a, b, x, y: b(a(x + y) + y), nn.LayerNorm(4), nn.LayerNorm(4)).eval()
     engine, other = OnnxRuntime(), SEQUENCE.flip(0)
     fast = intarsia.compile(
         model, (SEQUENCE, other), engines=[engine], min_block_size=1, rewrite=["residual_norm"]
@@ -228,7 +228,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:PyTorch runs this call")
 def test_attention_on_rows_minds_what_attention_minds() -> None:
-    model = Of(
+    model = Function(
         lambda q, k, v: (
             TF.scaled_dot_product_attention(*map(heads, (q, k, v))).transpose(1, 2).reshape(2, 3, 4)
         )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.convert.programs import program_of
+from tests.functions import Function
 from torch import nn
 
 import intarsia
@@ -24,23 +25,12 @@ from intarsia.network import functional as F
 pytestmark = pytest.mark.openvino
 
 NAN, INF = float("nan"), float("inf")
-Function = Callable[..., Any]
+Call = Callable[..., Any]
 
 
-class Lambda(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        return self.function(*args)
-
-
-def compiled(function: Function, *args: torch.Tensor, **options: Any) -> Any:
+def compiled(function: Call, *args: torch.Tensor, **options: Any) -> Any:
     """On OpenVINO entirely, or the test would say nothing."""
-    model = function if isinstance(function, nn.Module) else Lambda(function)
+    model = function if isinstance(function, nn.Module) else Function(function)
     fast = intarsia.compile(model.eval(), args, engines=["openvino"], min_block_size=1, **options)
     assert fast.plan.engines == ("openvino",), fast.plan
     return fast
@@ -68,7 +58,7 @@ def whole_numbers(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tenso
 
 SMALL = whole_numbers(3, -7, 12, 5, 0, 1)
 # Each function, and values at which OpenVINO alone is wrong.
-INTEGERS: dict[str, tuple[Function, tuple[int, ...]]] = {
+INTEGERS: dict[str, tuple[Call, tuple[int, ...]]] = {
     "equal": (lambda a: a * 3 == a + a.flip(0), (2**24 + 1, 2**31 + 5, 2**40)),
     "compared": (lambda a: (a * 3 < a.flip(0) + a, a >= a.flip(0)), (2**24 + 1, 2**31 + 5)),
     "remainder": (lambda a: a % 7, (2**24 + 1, 2**30 + 1, 2**33)),
@@ -103,7 +93,7 @@ def test_integers_beyond_its_arithmetic(name: str) -> None:
 
 
 TABLE = torch.arange(40.0).reshape(10, 4)
-INDEXED: dict[str, tuple[Function, torch.Tensor]] = {
+INDEXED: dict[str, tuple[Call, torch.Tensor]] = {
     "embedding": (lambda i: nn.functional.embedding(i, TABLE), whole_numbers(0, 9, 3)),
     "embedding of a batch": (lambda i: nn.functional.embedding(i[:, None], TABLE), whole_numbers(0, 9)),
     "index_select": (lambda i: (TABLE * 2).index_select(0, i), whole_numbers(0, 9, 3)),
@@ -162,7 +152,7 @@ def test_division_by_zero_is_pytorchs_error() -> None:
 
 conv, linear = nn.Conv2d(3, 5, 3, padding=1), nn.Linear(17, 6)
 IMAGE = torch.randn(2, 3, 9, 17)
-BLIND: dict[str, Function] = {
+BLIND: dict[str, Call] = {
     "relu": torch.relu,
     "relu of a convolution": lambda x: torch.relu(conv(x)),
     "relu of a matrix product": lambda x: torch.relu(linear(x)),
@@ -246,7 +236,7 @@ def test_masks_of_minus_infinity_are_the_engines_business() -> None:
     torch.testing.assert_close(answer(fast, x, mask, left=False), masked(x, mask), equal_nan=True)
 
 
-def guards_of(function: Function | nn.Module, *args: torch.Tensor) -> Sequence[str]:
+def guards_of(function: Call | nn.Module, *args: torch.Tensor) -> Sequence[str]:
     fast = compiled(function, *args)
     return [guard for step in fast.inlay.steps for guard in step.program.program.guards]
 
@@ -284,7 +274,7 @@ def test_one_warning_names_the_input_its_value_and_the_bound() -> None:
 def test_an_example_that_pytorch_must_answer_moves_the_layer_to_pytorch() -> None:
     x = torch.tensor([1.0, NAN, -1.0])
     fast = intarsia.compile(
-        Lambda(lambda x: torch.relu(x.sin()) * 2), (x,), engines=["openvino"], min_block_size=1
+        Function(lambda x: torch.relu(x.sin()) * 2), (x,), engines=["openvino"], min_block_size=1
     )
     assert "pytorch" in fast.plan.engines and "it holds nan to nan" in str(fast.plan)
     torch.testing.assert_close(fast(x), torch.relu(x.sin()) * 2, equal_nan=True)
@@ -349,7 +339,7 @@ def test_the_least_integer_is_true(dtype: torch.dtype) -> None:
 
 
 DENORMALS = torch.tensor([2.0**-149, -(2.0**-140), 2.0**-129, 2.0**-126, 0.0, 1e-20, 3.0, INF, NAN])
-DIVISIONS: dict[str, Function] = {
+DIVISIONS: dict[str, Call] = {
     "quotient": lambda x, y: x / y,
     "of halves of denormals": lambda x, y: (x * 0.5) / (y * 0.5),
     "by a column": lambda x, y: x / y[:, None],
@@ -373,7 +363,7 @@ def test_a_constant_divisor_without_a_reciprocal_is_refused() -> None:
         OpenVINO().build(net)
 
 
-def divided(function: Function, *args: torch.Tensor) -> list[str]:
+def divided(function: Call, *args: torch.Tensor) -> list[str]:
     net = convert(program_of(function, *args))
     return plan_guards(net, OpenVINOLimits(net)).divided
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from tests.engines.rewritten import applied, lowered, targets
+from tests.functions import Function
 from torch import nn
 
 import intarsia
@@ -92,31 +91,26 @@ def test_vectors_are_raced_where_there_are_some() -> None:
 IMAGE, ROWS = (1, 4, 2, 2), (1, 4)
 
 
-class Of(nn.Module):
-    """A function of an input, and of layers."""
-
-    def __init__(self, call: Callable[..., torch.Tensor], *layers: nn.Module) -> None:
-        super().__init__()
-        self.call, self.layers = call, nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(*self.layers, x)
-
-
 def filled(layer: nn.Module, value: float) -> nn.Module:
     nn.init.constant_(layer.weight, value)  # type: ignore[arg-type]
     return layer
 
 
 MODELS = {
-    "two factors": (Of(lambda x: x * 1e20 * 1e20), ROWS),
-    "factors that vanish": (Of(lambda x: x * 1e-25 * 1e-25 * 1e30), ROWS),
-    "divisors": (Of(lambda x: x / 1e25 / 1e25), ROWS),
-    "with a sum between": (Of(lambda x: (x * 1e20 + 1.0).reshape(4) * 1e20), ROWS),
-    "a convolution": (Of(lambda m, x: m(x) * 1e20, filled(nn.Conv2d(4, 4, 1, bias=False), 1e20)), IMAGE),
-    "before a convolution": (Of(lambda m, x: m(x * 1e20), filled(nn.Conv2d(4, 4, 1), 1e20)), IMAGE),
-    "a product": (Of(lambda m, x: m(x) * 1e20, filled(nn.Linear(4, 4, bias=False), 1e20)), ROWS),
-    "a product that vanishes": (Of(lambda m, x: m(x) * 1e-25, filled(nn.Linear(4, 4, False), 1e-25)), ROWS),
+    "two factors": (Function(lambda x: x * 1e20 * 1e20), ROWS),
+    "factors that vanish": (Function(lambda x: x * 1e-25 * 1e-25 * 1e30), ROWS),
+    "divisors": (Function(lambda x: x / 1e25 / 1e25), ROWS),
+    "with a sum between": (Function(lambda x: (x * 1e20 + 1.0).reshape(4) * 1e20), ROWS),
+    "a convolution": (
+        Function(lambda m, x: m(x) * 1e20, filled(nn.Conv2d(4, 4, 1, bias=False), 1e20)),
+        IMAGE,
+    ),
+    "before a convolution": (Function(lambda m, x: m(x * 1e20), filled(nn.Conv2d(4, 4, 1), 1e20)), IMAGE),
+    "a product": (Function(lambda m, x: m(x) * 1e20, filled(nn.Linear(4, 4, bias=False), 1e20)), ROWS),
+    "a product that vanishes": (
+        Function(lambda m, x: m(x) * 1e-25, filled(nn.Linear(4, 4, False), 1e-25)),
+        ROWS,
+    ),
     "a batch norm": (
         nn.Sequential(filled(nn.Conv2d(4, 4, 1, bias=False), 1e20), filled(nn.BatchNorm2d(4), 1e20)),
         IMAGE,
@@ -171,6 +165,6 @@ def test_a_batch_norm_that_overflows_halves_is_not_folded() -> None:
 
 
 def test_a_weight_of_zeros_merges_with_anything() -> None:
-    model = Of(lambda m, x: m(x) * 0.5 * 0.25, filled(nn.Linear(4, 4, bias=False), 0.0)).eval()
+    model = Function(lambda m, x: m(x) * 0.5 * 0.25, filled(nn.Linear(4, 4, bias=False), 0.0)).eval()
     fast = intarsia.compile(model, (torch.ones(ROWS),), engines=["onnxruntime"], min_block_size=1)
     assert fast.plan.engines == ("onnxruntime",)

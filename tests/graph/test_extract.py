@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.functions import Function
 from tests.partition.graphs import equal, lower, refuse, run_pieces, table_by
 from torch import nn
 
@@ -12,15 +13,6 @@ from intarsia.partition import STRATEGIES, PartitionOptions, Plan, Segment, Supp
 
 ONE = PartitionOptions(min_block_size=1)
 X = torch.rand(4, 4) + 0.5
-
-
-class Ops(nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 def check(gm, table, *calls: tuple) -> Plan:
@@ -43,7 +35,7 @@ def test_while_loop_and_scan_stand_alone() -> None:
         _, x = torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), (count, x.exp()))
         return x.cos()
 
-    gm = lower(Ops(loop), (X,))
+    gm = lower(Function(loop), (X,))
     plan = check(gm, refuse(gm, "while_loop"), (X,))
     assert [op_name(n) for s in plan.segments if s.do_not_merge for n in s.nodes] == ["while_loop"]
 
@@ -55,7 +47,7 @@ def test_scan_stands_alone() -> None:
         carry, ys = scan(lambda c, y: (c + y, (c * y).sin()), torch.zeros(4), x.exp(), dim=0)
         return carry.cos(), ys.cos()
 
-    gm = lower(Ops(run), (X,))
+    gm = lower(Function(run), (X,))
     plan = check(gm, refuse(gm, "scan"), (X,))
     assert [op_name(n) for s in plan.segments if s.do_not_merge for n in s.nodes] == ["scan"]
 
@@ -67,7 +59,7 @@ def test_a_number_born_of_data_crosses_alone() -> None:
         torch._check(rows <= 100)
         return torch.arange(rows).sin().cos()
 
-    gm = lower(Ops(run), (X,))
+    gm = lower(Function(run), (X,))
     table = table_by(
         gm,
         lambda n: "a" if op_name(n).split(".")[1] in ("sin", "cos", "sum") else "pytorch",
@@ -77,19 +69,19 @@ def test_a_number_born_of_data_crosses_alone() -> None:
 
 
 def test_sizes_that_only_data_knows() -> None:
-    gm = lower(Ops(lambda x: (x.nonzero().sin().reshape(-1).cos(), x.exp())), (X,))
+    gm = lower(Function(lambda x: (x.nonzero().sin().reshape(-1).cos(), x.exp())), (X,))
     plan = check(gm, refuse(gm, "nonzero", "cos"), (X,), (torch.eye(4),))
     assert plan.count("a") >= 1
 
 
 def test_an_integer_input() -> None:
     dynamic = ({0: torch.export.Dim.DYNAMIC}, torch.export.Dim.DYNAMIC)
-    gm = lower(Ops(lambda x, n: torch.lgamma(x * n).sin() + n), ((X, 7)), dynamic_shapes=(dynamic,))
+    gm = lower(Function(lambda x, n: torch.lgamma(x * n).sin() + n), ((X, 7)), dynamic_shapes=(dynamic,))
     check(gm, refuse(gm, "lgamma"), (X, 7), (torch.rand(6, 4), 3))
 
 
 def test_a_returned_size_constant_and_input() -> None:
-    model = Ops(lambda x: (x.shape[0] * 2, x, torch.lgamma(x).sin(), 5, None))
+    model = Function(lambda x: (x.shape[0] * 2, x, torch.lgamma(x).sin(), 5, None))
     gm = lower(model, (X,), dynamic_shapes=(({0: torch.export.Dim.DYNAMIC},),))
     check(gm, refuse(gm, "lgamma"), (X,), (torch.rand(9, 4),))
 
@@ -101,7 +93,7 @@ def test_random_numbers_are_drawn_in_the_order_written() -> None:
         c = torch.rand_like(x)
         return a, b.cos(), c
 
-    gm = lower(Ops(run), (X,))
+    gm = lower(Function(run), (X,))
     rands = [n for n in compute_nodes(gm.graph) if "rand" in op_name(n)]
     # Alternate the engines of the draws: the order must still be the one written.
     table = table_by(
@@ -118,7 +110,7 @@ def test_results_of_one_node_go_to_several_segments() -> None:
         left, right = values.split(1, 1)
         return torch.lgamma(left) + places, right.sin()
 
-    gm = lower(Ops(run), (X,))
+    gm = lower(Function(run), (X,))
     plan = check(gm, refuse(gm, "lgamma", "split"), (X,))
     for piece in extract(gm, plan):
         assert all(isinstance(n.meta["val"], torch.Tensor) for n in (*piece.inputs, *piece.outputs))
@@ -154,13 +146,13 @@ def test_pieces_keep_meta_and_names() -> None:
 
 
 def test_an_empty_graph() -> None:
-    gm = lower(Ops(lambda x: x), (X,))
+    gm = lower(Function(lambda x: x), (X,))
     plan = check(gm, SupportTable(("a", "pytorch")), (X,))
     assert len(plan) == 0 and str(plan) == "Plan by dependency: 0 segments, nothing to run"
 
 
 def test_a_hand_made_plan_is_cut_too() -> None:
-    gm = lower(Ops(lambda x: x.sin().cos()), (X,))
+    gm = lower(Function(lambda x: x.sin().cos()), (X,))
     sin, cos = compute_nodes(gm.graph)
     plan = Plan((Segment("a", (sin,)), Segment("a", (cos,)))).verify(gm)
     assert equal(run_pieces(gm, extract(gm, plan), (X,))[0], X.sin().cos())

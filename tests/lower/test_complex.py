@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from tests.functions import Function
 from torch import nn
 from torch.export import export
 
@@ -17,15 +16,6 @@ G = torch.Generator().manual_seed(0)
 X, Y = (torch.randn(2, 3, 4, 2, generator=G) for _ in range(2))
 REAL = torch.randn(3, 4, generator=G)
 FREQUENCIES = torch.polar(torch.ones(3, 4), torch.randn(3, 4, generator=G))
-
-
-class Function(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        return self.function(*args)
 
 
 def c(x: torch.Tensor) -> torch.Tensor:

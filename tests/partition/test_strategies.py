@@ -7,6 +7,7 @@ import operator
 
 import pytest
 import torch
+from tests.functions import Function
 from torch import nn
 
 from intarsia.errors import PartitionError
@@ -22,6 +23,7 @@ from intarsia.partition import (
     greedy,
     hierarchical,
 )
+from intarsia.partition.blocks import split_by_weight, too_small, weights_of, work
 
 from .graphs import Lgamma, equal, lower, refuse, run_pieces, table_by
 
@@ -31,17 +33,6 @@ X, Y = torch.rand(3, 4) + 1, torch.rand(3, 4) + 1
 
 def on_engines(plan: Plan) -> int:
     return sum(segment.engine != "pytorch" for segment in plan.segments)
-
-
-class Ops(nn.Module):
-    """A model from a function."""
-
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 class ConvBnRelu(nn.Module):
@@ -65,7 +56,7 @@ def test_the_lgamma_graph(strategy: str, count: int) -> None:
 
 
 def test_one_add_is_worth_no_engine_unless_all_must_go() -> None:
-    gm = lower(Ops(operator.add), (X, Y))
+    gm = lower(Function(operator.add), (X, Y))
     assert on_engines(dependency(gm, refuse(gm))) == 0
     full = PartitionOptions(require_full_compilation=True)
     assert on_engines(dependency(gm, refuse(gm), full)) == 1
@@ -73,11 +64,11 @@ def test_one_add_is_worth_no_engine_unless_all_must_go() -> None:
 
 def test_known_counts_with_min_block_size_2() -> None:
     two = PartitionOptions(min_block_size=2)
-    gm = lower(Ops(lambda x, y: torch.cat([x - y, y]).relu().pow(2)), (X, Y))
+    gm = lower(Function(lambda x, y: torch.cat([x - y, y]).relu().pow(2)), (X, Y))
     assert on_engines(dependency(gm, refuse(gm), two)) == 1
-    gm = lower(Ops(lambda x, y: (torch.lgamma((x + y) + y).relu()).pow(2)), (X, Y))
+    gm = lower(Function(lambda x, y: (torch.lgamma((x + y) + y).relu()).pow(2)), (X, Y))
     assert on_engines(dependency(gm, refuse(gm, "lgamma"), two)) == 2
-    gm = lower(Ops(lambda x, y: (x + y + y + y).relu().pow(2)), (X, Y))
+    gm = lower(Function(lambda x, y: (x + y + y + y).relu().pow(2)), (X, Y))
     excluded = PartitionOptions(min_block_size=2, torch_executed_ops=("aten::add",))
     assert on_engines(dependency(gm, refuse(gm), excluded)) == 1
 
@@ -100,9 +91,9 @@ def test_known_counts_of_two_engines(excluded: bool) -> None:
 
 
 def test_a_large_product_is_worth_an_engine_and_five_small_relus_are_not() -> None:
-    gm = lower(Ops(torch.mm), (torch.rand(512, 512), torch.rand(512, 512)))
+    gm = lower(Function(torch.mm), (torch.rand(512, 512), torch.rand(512, 512)))
     assert on_engines(dependency(gm, refuse(gm))) == 1
-    gm = lower(Ops(lambda x: x.relu().neg().relu().neg().relu()), (X,))
+    gm = lower(Function(lambda x: x.relu().neg().relu().neg().relu()), (X,))
     plan = dependency(gm, refuse(gm))
     assert on_engines(plan) == 0
     assert "its segment of 5 ops has 5.0 units of work; an engine is used from 6" in str(plan)
@@ -119,7 +110,7 @@ def test_a_large_product_is_worth_an_engine_and_five_small_relus_are_not() -> No
     ],
 )
 def test_torch_executed_ops_by_every_name(name: object) -> None:
-    gm = lower(Ops(lambda x, y: torch.sin(x + y)), (X, Y))
+    gm = lower(Function(lambda x, y: torch.sin(x + y)), (X, Y))
     plan = dependency(gm, refuse(gm), PartitionOptions(min_block_size=1, torch_executed_ops=(name,)))
     add = next(node for node in compute_nodes(gm.graph) if op_name(node) == "aten.add.Tensor")
     assert plan.engine_of(add) == "pytorch"
@@ -128,14 +119,14 @@ def test_torch_executed_ops_by_every_name(name: object) -> None:
 
 
 def test_a_string_does_not_name_longer_ops() -> None:
-    gm = lower(Ops(lambda x, y: torch.addmm(x, y, y.t())), (torch.rand(3, 3), torch.rand(3, 4)))
+    gm = lower(Function(lambda x, y: torch.addmm(x, y, y.t())), (torch.rand(3, 3), torch.rand(3, 4)))
     plan = dependency(gm, refuse(gm), PartitionOptions(min_block_size=1, torch_executed_ops=("aten::add",)))
     assert plan.count("pytorch") == 0
 
 
 @pytest.mark.parametrize("name", ["aten..add", 3, "a.b.c.d"])
 def test_a_name_that_is_none_is_refused(name: object) -> None:
-    gm = lower(Ops(operator.add), (X, Y))
+    gm = lower(Function(operator.add), (X, Y))
     with pytest.raises(PartitionError, match="is not the name of an operator"):
         dependency(gm, refuse(gm), PartitionOptions(torch_executed_ops=(name,)))
 
@@ -190,7 +181,7 @@ def test_atomic_chains_are_never_cut_apart() -> None:
 
 
 def test_an_atomic_group_with_a_hole_is_an_error() -> None:
-    gm = lower(Ops(lambda x: x.sin().cos().exp()), (X,))
+    gm = lower(Function(lambda x: x.sin().cos().exp()), (X,))
     ends = [node for node in compute_nodes(gm.graph) if node.name in ("sin", "exp")]
     with pytest.raises(PartitionError, match="a node between them is outside it"):
         dependency(gm, refuse(gm), PartitionOptions(min_block_size=1, atomic=(lambda gm: [ends],)))
@@ -213,7 +204,7 @@ def test_a_memory_budget_splits_segments() -> None:
 
 def test_a_view_of_an_input_costs_nothing() -> None:
     """Both segments read a view of x; each makes it for itself, and nothing but x crosses."""
-    gm = lower(Ops(lambda x: (torch.sin(x.view(-1)) + 1, torch.lgamma(x.view(-1)))), (X,))
+    gm = lower(Function(lambda x: (torch.sin(x.view(-1)) + 1, torch.lgamma(x.view(-1)))), (X,))
     plan = dependency(gm, refuse(gm, "lgamma"), ONE)
     plan.verify(gm)
     assert len(plan) == 2
@@ -243,7 +234,7 @@ def test_control_flow_stands_alone(strategy: str) -> None:
 
 
 def test_an_invalid_plan_says_what_is_wrong() -> None:
-    gm = lower(Ops(lambda x: x.sin().cos().exp()), (X,))
+    gm = lower(Function(lambda x: x.sin().cos().exp()), (X,))
     sin, cos, exp = compute_nodes(gm.graph)
     wrong = {
         "cos.* is in no segment": [(sin, exp)],
@@ -279,3 +270,42 @@ def _rich(plan: Plan) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(plan)
     return console.export_text()
+
+
+# The work a node is worth, and what its weights take.
+
+
+A, B = torch.rand(1000, 500), torch.rand(500, 1000)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "op", "megaflops"),
+    [
+        (torch.mm, (A, B), "mm", 1000),
+        (lambda x, y: torch.addmm(x[:, :1], x, y), (A, B), "addmm", 1000),
+        (nn.Conv2d(3, 8, 3, padding=1), (torch.rand(1, 3, 100, 100),), "convolution", 2 * 8 * 27 * 1e4 / 1e6),
+        (nn.ConvTranspose2d(3, 8, 3), (torch.rand(1, 3, 100, 100),), "convolution", 2 * 3 * 72 * 1e4 / 1e6),
+    ],
+)
+def test_contractions_count_their_flops(function, args, op: str, megaflops: float) -> None:
+    gm = lower(function if isinstance(function, nn.Module) else Function(function), args)
+    node = next(node for node in compute_nodes(gm.graph) if f".{op}." in op_name(node))
+    written = node.meta["val"].nbytes / 2**20
+    assert work(node) == pytest.approx(4 + megaflops + written)
+
+
+def test_views_are_nothing_and_small_ops_are_one() -> None:
+    gm = lower(Function(lambda x: x.view(-1).sin()), (torch.rand(2, 2),))
+    view, sin = compute_nodes(gm.graph)
+    assert work(view) == 0 and work(sin) == pytest.approx(1, abs=1e-4)
+    assert too_small([sin], 2) == "its segment has 1 op, and min_block_size=2"
+    assert too_small([sin, view], 2) is None
+
+
+def test_weights_are_seen_through_views_and_counted_once() -> None:
+    gm = lower(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.rand(1, 4),))
+    products = [node for node in compute_nodes(gm.graph) if "mm" in node.name]
+    assert [sum(weights_of(node).values()) for node in products] == [80, 80]
+    assert len(split_by_weight([[node] for node in products], 160)) == 1
+    assert len(split_by_weight([[node] for node in products], 159)) == 2
+    assert len(split_by_weight([[products[0]], [products[0]]], 80)) == 1
