@@ -59,6 +59,15 @@ def some_of(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(first[:most]) + more
 
 
+def count_text(count: int, noun: str) -> str:
+    """A number of things as text.
+
+    >>> count_text(1, "node"), count_text(2, "node")
+    ('1 node', '2 nodes')
+    """
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 class IntarsiaError(Exception):
     """The base class of the errors of this package."""
 

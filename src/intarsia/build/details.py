@@ -13,6 +13,7 @@ from torch import fx
 from intarsia.convert import NodeError, convert
 from intarsia.drawing import DrawnLayers
 from intarsia.engines import Engine, NetworkEngine
+from intarsia.errors import count_text
 from intarsia.graph.nodes import op_name
 from intarsia.graph.plan_text import PlanDetails
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, extract
@@ -69,7 +70,7 @@ class Advice:
     after: int
 
     def __str__(self) -> str:
-        times = f"{self.nodes} node{'s' * (self.nodes != 1)}"
+        times = count_text(self.nodes, "node")
         return f"if {self.engine} took {self.op} ({times}), {self.before} segments would become {self.after}"
 
 

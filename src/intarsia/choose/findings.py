@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from intarsia.drawing import Drawing, DrawnTrial
+from intarsia.errors import count_text
 from intarsia.graph.plan import Plan
 from intarsia.tracing import Profile
 
@@ -241,7 +242,7 @@ def _trials(findings: Findings) -> Iterator[str]:
     best = findings.trial(findings.chosen).median
     for name, trial in rows:
         mark = "*" if name == findings.chosen else " "
-        count = f"{trial.segments} segment{'s' * (trial.segments != 1)}"
+        count = count_text(trial.segments, "segment")
         ratio = f"{trial.median / best:.2f}x" if name != findings.chosen else "chosen"
         dropped = "" if trial.final else ", not in the last race"
         if trial.quickest and trial.median > _BUSY * trial.quickest:

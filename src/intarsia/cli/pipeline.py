@@ -16,7 +16,7 @@ import typer
 
 from intarsia.cli.arguments import AsJson, Full, Model, check_writable, print_json
 from intarsia.drawing.drawing import check_picture
-from intarsia.errors import InputError, IntarsiaError, PartitionError
+from intarsia.errors import InputError, IntarsiaError, PartitionError, count_text
 
 app: typer.Typer = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
 
@@ -99,7 +99,7 @@ def schedules(imports: Imports = None, json: AsJson = False) -> None:
         print_json(content)
         return
     for definition in definitions:
-        stages = f"{definition.per_rank} stage{'s' if definition.per_rank > 1 else ''} per rank"
+        stages = f"{count_text(definition.per_rank, 'stage')} per rank"
         splits = ", weight gradients in a pass of their own" if definition.splits_backward else ""
         runs_only = "" if definition.order is not None else ", only run by torch, not simulated"
         typer.echo(f"{definition.name:<16} {stages}{splits}{runs_only}")

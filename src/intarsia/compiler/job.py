@@ -56,7 +56,7 @@ from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.refit import Refit, same_cuts
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines, with_short_engines, with_unasked_engines
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import InputError, PartitionError, count_text
 from intarsia.logs import LOG, log_refusals, stage
 from intarsia.lower import Lowered
 from intarsia.lower.lowered import example_inputs
@@ -177,7 +177,7 @@ class CompileJob:
             compiled = self.choose(graph, support, support.measured)
         verified = self.verify(captured, graph, support, compiled)
         seconds, plan = time.perf_counter() - self.request.began, verified.plan
-        segments = f"{len(plan)} segment{'s' * (len(plan) != 1)}"
+        segments = count_text(len(plan), "segment")
         LOG.info("compiled in %.2f s: %s on %s", seconds, segments, ", ".join(plan.engines))
         if verified is compiled:
             self.store(cache, graph, compiled)

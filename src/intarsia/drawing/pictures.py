@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from intarsia.drawing.drawing import Drawing, DrawnNode, DrawnSegment
+from intarsia.errors import count_text
 
 
 class Pictured(ABC):
@@ -113,7 +114,7 @@ def svg(drawing: Drawing) -> str:
 def _segment(number: int, segment: DrawnSegment, colours: dict[str, str], top: int) -> Iterator[str]:
     colour, box = colours[segment.engine], f'x="12" y="{top}" height="{_ROW}"'
     time = "" if segment.seconds is None else f", {segment.seconds * 1e3:.3g} ms"
-    count = f"{segment.nodes} node{'s' * (segment.nodes != 1)}{time}"
+    count = f"{count_text(segment.nodes, 'node')}{time}"
     operators = segment.operators if len(segment.operators) <= 96 else segment.operators[:95] + "…"
     name = f'<tspan font-weight="600">{number}  {html.escape(segment.engine)}</tspan>'
     yield f'<rect {box} width="{_WIDTH - 24}" rx="6" fill="#f6f7f9" stroke="{colour}"/>'

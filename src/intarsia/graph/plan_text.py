@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from intarsia.drawing import Drawing, DrawnLayers, DrawnNode, DrawnSegment
+from intarsia.errors import count_text
 from intarsia.graph.border import Border, borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.segment import PYTORCH, Segment
@@ -35,7 +36,7 @@ def plan_text(segments: Segments, strategy: str, bodies: Bodies) -> str:
     lines = [heading(segments, strategy, bodies)]
     for number, segment in enumerate(segments):
         alone = "  (stands alone)" if segment.do_not_merge else ""
-        count = f"{len(segment)} node{'s' * (len(segment) != 1)}"
+        count = count_text(len(segment), "node")
         lines.append(
             f"  {number:>3}  {segment.engine:<{width}}  {count:<10} {ops_text(segment.nodes)}{alone}"
         )
@@ -63,7 +64,7 @@ def _packed_rows(segments: Segments) -> list[str]:
         + ", ".join(f"{count} in {number} bits" for number, count in sorted(each.items()))
         for engine, each in counts.items()
     ] + [
-        f"activations and weights in 8 bits on {engine}: {count} product{'s' * (count != 1)}"
+        f"activations and weights in 8 bits on {engine}: {count_text(count, 'product')}"
         for engine, count in products.items()
     ]
 
@@ -121,9 +122,7 @@ def _body_rows(bodies: Bodies) -> list[str]:
         counts: Counter[str] = Counter()
         for segment in segments:
             counts[segment.engine] += len(segment)
-        placed = ", ".join(
-            f"{count} node{'s' * (count != 1)} on {engine}" for engine, count in counts.items()
-        )
+        placed = ", ".join(f"{count_text(count, 'node')} on {engine}" for engine, count in counts.items())
         rows.append(f"in {name}: {placed or 'nothing to run'}")
     return rows
 
@@ -139,7 +138,7 @@ def heading(segments: Segments, strategy: str, bodies: Bodies) -> str:
     """The number of segments, and the share of nodes on engines."""
     placed, total = node_counts(segments, bodies)
     how = f" by {strategy}" if strategy else ""
-    count = f"{len(segments)} segment{'s' * (len(segments) != 1)}"
+    count = count_text(len(segments), "segment")
     share = f"{placed} of {total} nodes ({placed / total:.0%}) on engines" if total else "nothing to run"
     return f"Plan{how}: {count}, {share}"
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from intarsia.capture.annotate import wanted_engine
+from intarsia.errors import count_text
 from intarsia.graph.nodes import bodies_of, is_control_flow, is_view
 from intarsia.graph.sizes import bytes_of, size_hint
 
@@ -50,11 +51,11 @@ def too_small(nodes: Sequence[fx.Node], min_block_size: int | None) -> str | Non
     if min_block_size is not None:
         if len(nodes) >= min_block_size:
             return None
-        return f"its segment has {_count(len(nodes))}, and min_block_size={min_block_size}"
+        return f"its segment has {count_text(len(nodes), 'op')}, and min_block_size={min_block_size}"
     total = sum(work(node) for node in nodes)
     if total >= MIN_WORK:
         return None
-    block = f"its segment of {_count(len(nodes))} has {total:.1f} units of work"
+    block = f"its segment of {count_text(len(nodes), 'op')} has {total:.1f} units of work"
     return f"{block}; an engine is used from {MIN_WORK:g}"
 
 
@@ -139,7 +140,3 @@ def _flops(node: fx.Node, name: str) -> float:
 
 def _name(node: fx.Node) -> str:
     return getattr(getattr(node.target, "overloadpacket", None), "__name__", "").lstrip("_")
-
-
-def _count(number: int) -> str:
-    return f"{number} op" if number == 1 else f"{number} ops"

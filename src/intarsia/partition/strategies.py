@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import fx
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, count_text
 from intarsia.graph.nodes import is_control_flow, op_name, whereabouts
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import Segment, readers_of
@@ -146,7 +146,7 @@ def require_full(segments: Sequence[Segment]) -> None:
             )
             lines.append(f"  {op_name(node)} ({whereabouts(node)}): {why}")
     if lines:
-        count = f"{len(lines)} node{'s' * (len(lines) > 1)}"
+        count = count_text(len(lines), "node")
         raise PartitionError(
             f"require_full_compilation: {count} cannot run on an engine\n" + "\n".join(lines)
         )

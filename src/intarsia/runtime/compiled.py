@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 from intarsia.capture.example import under_autocast
 from intarsia.capture.protect import evaluating
 from intarsia.engines import Program
-from intarsia.errors import InputError, RefitError
+from intarsia.errors import InputError, RefitError, count_text
 from intarsia.graph.nodes import uses_gpu
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
@@ -338,7 +338,7 @@ class Compiled(FrozenModule):
         return fit.results.finish(flat, fit.run(inputs) if whole is None else whole(*inputs))
 
     def extra_repr(self) -> str:
-        return f"{len(self.plan)} segment{'s' * (len(self.plan) != 1)} on {', '.join(self.plan.engines)}"
+        return f"{count_text(len(self.plan), 'segment')} on {', '.join(self.plan.engines)}"
 
     def _weights(self) -> Iterable[torch.Tensor]:
         return self._fit.state.values()

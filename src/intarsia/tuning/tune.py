@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from intarsia.errors import InputError
+from intarsia.errors import InputError, count_text
 from intarsia.options import CompileOptions
 from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import PAUSE_S, Timing, race
@@ -65,8 +65,9 @@ class Tuned:
         for path, placed in self.placed.items():
             engines = dict.fromkeys(e for program in placed.programs for e in program.plan.engines)
             share = f", {self.shares[path]:.0%} of the time" if path in self.shares else ""
-            plural = "s" if len(placed.programs) > 1 else ""
-            lines.append(f"  {path}: {len(placed.programs)} program{plural} on {', '.join(engines)}{share}")
+            lines.append(
+                f"  {path}: {count_text(len(placed.programs), 'program')} on {', '.join(engines)}{share}"
+            )
         lines += [f"  {path} stays as it is: {reason}" for path, reason in self.left.items()]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
