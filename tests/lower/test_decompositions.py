@@ -22,7 +22,7 @@ from intarsia.lower.decompositions import (
     torch_enabled_decompositions,
     unregister_decomposition,
 )
-from intarsia.lower.retrace import decomposed
+from intarsia.lower.lowering import decomposed
 
 aten = torch.ops.aten
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from intarsia.convert import registry
-from intarsia.lower import retrace
+from intarsia.lower import lowering
 from intarsia.lower.decompositions import (
     decomposition_table,
     register_decomposition,
     unregister_decomposition,
 )
-from intarsia.lower.retrace import decomposed
+from intarsia.lower.lowering import decomposed
 
 aten = torch.ops.aten
 
@@ -95,6 +95,6 @@ def test_rules_of_users() -> None:
 
 def test_torch_still_has_what_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, programs are decomposed as torch says, later."""
-    assert retrace._private() is not None
-    monkeypatch.setattr(retrace, "_private", lambda: None)
+    assert lowering._private() is not None
+    monkeypatch.setattr(lowering, "_private", lambda: None)
     _same(torch.export.export(Of(_in_place).eval(), (torch.randn(5, 4),)))

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from intarsia.graph.nodes import compute_nodes, op_name
 from intarsia.lower.decompositions import decomposition_table
-from intarsia.lower.retrace import decomposed
+from intarsia.lower.lowering import decomposed
 from intarsia.partition import Piece, SupportTable
 
 REASON = "no converter"

@@ -9,15 +9,19 @@ import pytest
 import torch
 
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing, checkpoint, is_checkpointing, is_recomputing
-from intarsia.pipeline.gpipe.dependency import Fork, Join, fork, get_phony, join
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.stream import (
     Copy,
     CPUStream,
+    Fork,
+    Join,
     Wait,
     current_stream,
+    fork,
     get_device,
+    get_phony,
     is_cuda,
+    join,
     new_stream,
     record_stream,
     use_device,

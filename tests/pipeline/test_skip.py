@@ -11,7 +11,6 @@ from torch import nn
 
 from intarsia.pipeline import GPipe, is_checkpointing, is_recomputing
 from intarsia.pipeline.gpipe.checkpoint import enable_checkpointing, enable_recomputing
-from intarsia.pipeline.gpipe.dependency import fork, join
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from intarsia.pipeline.gpipe.skip.portal import (
@@ -24,6 +23,7 @@ from intarsia.pipeline.gpipe.skip.portal import (
 )
 from intarsia.pipeline.gpipe.skip.skippable import SkipLayout, inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+from intarsia.pipeline.gpipe.stream import fork, join
 
 
 def stasher(*names, value=lambda x: x):

@@ -8,9 +8,9 @@ from intarsia.drawing.drawing import DrawnLayers as DrawnLayers
 from intarsia.drawing.drawing import DrawnNode as DrawnNode
 from intarsia.drawing.drawing import DrawnSegment as DrawnSegment
 from intarsia.drawing.drawing import DrawnTrial as DrawnTrial
-from intarsia.drawing.pictures import Pictured as Pictured
-from intarsia.drawing.pictures import bytes_text as bytes_text
-from intarsia.drawing.pictures import framed as framed
-from intarsia.drawing.pictures import model_explorer as model_explorer
-from intarsia.drawing.pictures import page as page
-from intarsia.drawing.pictures import svg as svg
+from intarsia.drawing.drawing import Pictured as Pictured
+from intarsia.drawing.drawing import bytes_text as bytes_text
+from intarsia.drawing.drawing import framed as framed
+from intarsia.drawing.drawing import model_explorer as model_explorer
+from intarsia.drawing.drawing import page as page
+from intarsia.drawing.drawing import svg as svg

@@ -30,6 +30,7 @@ from intarsia.pipeline.distributed.borders import (
 from intarsia.pipeline.distributed.loss import (
     NO_TARGET,
     MicrobatchLoss,
+    UnusedParameters,
     own_scale,
     share_overflow,
 )
@@ -52,7 +53,6 @@ from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weights_of
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.sharded import check_plan, parallelize_stages, shard_stages
-from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.gpipe.keyed_random import RandomKey

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from intarsia.pipeline.gpipe.dependency import get_phony
 from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.stream import get_phony
 from intarsia.pipeline.gpipe.worker import StageThreads
 from intarsia.tracing import traced
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask, Gradients, placeholder_gradient
-from intarsia.pipeline.gpipe.dependency import fork, get_phony, join
 from intarsia.pipeline.gpipe.generators import borrowed_generators, default_generator
 from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.stream import fork, get_phony, join
 from intarsia.pipeline.gpipe.worker import ThreadState
 
 Function = Callable[[Any], Any]

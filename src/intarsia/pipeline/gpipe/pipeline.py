@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask, BackwardThreads, insert_barrier
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing, refuse_parameter_hooks
-from intarsia.pipeline.gpipe.dependency import fork, join
 from intarsia.pipeline.gpipe.effects import StageEffects
 from intarsia.pipeline.gpipe.generators import GeneratorSnapshot
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, forget_layers, key_of_run
@@ -27,6 +26,8 @@ from intarsia.pipeline.gpipe.stream import (
     Copy,
     Wait,
     current_stream,
+    fork,
+    join,
     new_stream,
     use_device,
     use_stream,

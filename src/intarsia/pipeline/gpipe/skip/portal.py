@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from intarsia.pipeline.gpipe.checkpoint import is_checkpointing
-from intarsia.pipeline.gpipe.dependency import fork, get_phony, join
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.skip.skippable import SkipLayout
 from intarsia.pipeline.gpipe.skip.tracker import Namespace, SkipTracker
-from intarsia.pipeline.gpipe.stream import AbstractStream, copy_tensors, get_device
+from intarsia.pipeline.gpipe.stream import AbstractStream, copy_tensors, fork, get_device, get_phony, join
 
 
 class Portal:
