@@ -1,4 +1,4 @@
-"""A store never raises: not for a path that is not a place for a file, junk inside, or other writers."""
+"""A store never raises, wherever its directory is, whatever is inside, and however many write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every target the reference library converts is converted here, or says why not."""
+"""Every target the reference library converts is converted here, or says why not; sums in any order."""
 
 from __future__ import annotations
 

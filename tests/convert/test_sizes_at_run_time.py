@@ -1,4 +1,4 @@
-"""Products, convolutions, pooling, norms, reductions: converted once, run at three shapes."""
+"""Converted once, run at several shapes: products, convolutions, norms, reductions, resizing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NaN, infinities, zeros of both signs, huge and tiny numbers: the answers are eager's."""
+"""NaN, infinities, zeros of both signs, huge and tiny numbers, bits, powers: the answers are eager's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transposed convolutions: an output padding up to the dilation, and weights that are no numbers."""
+"""Transposed convolutions and batch norms: padding up to the dilation, weights that are no numbers."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_one_warning_names_the_input_and_its_values() -> None:
         Function(lambda x: TF.max_pool2d(x, 2)), (IMAGE,), engines=["onnxruntime"], min_block_size=1
     )
     with pytest.warns(
-        UserWarning, match="PyTorch runs this call in place of an engine: inputs_0 must not hold NaN"
+        UserWarning, match="PyTorch runs this call in place of an engine: args_0 must not hold NaN"
     ):
         fast(changed(IMAGE, NAN))
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Attention joined with elementwise layers ended the process when OpenVINO compiled it; it answers since."""
+"""Attention joined with elementwise layers, and products: what OpenVINO got wrong, or died of."""
 
 from __future__ import annotations
 

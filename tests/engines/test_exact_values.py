@@ -1,4 +1,4 @@
-"""Casts to integers that hold less than what is cast to them, alone and after another cast."""
+"""Casts, reciprocals and the signs of zeros are PyTorch's on every engine."""
 
 from __future__ import annotations
 
