@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.convert import drivers
-from tests.convert.equal import assert_equal, kinds
+from tests.convert.programs import assert_equal, kinds
 from torch.export import Dim
 from torch.nn.functional import scaled_dot_product_attention as attention
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as f
 from tests.convert import drivers
-from tests.convert.one_node import network_of
-from tests.convert.programs import lowered_program
+from tests.convert.programs import lowered_program, network_of
 from tests.processors import skip_unless_rounded
 from torch import nn
 from torch.export import Dim, export

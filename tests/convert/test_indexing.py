@@ -12,9 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.convert import drivers
 from tests.convert.drivers import ENGINES, build
-from tests.convert.equal import assert_equal, kinds
-from tests.convert.one_node import answers_of_both, network_of
-from tests.convert.programs import lowered_program, program_of
+from tests.convert.programs import (
+    answers_of_both,
+    assert_equal,
+    kinds,
+    lowered_program,
+    network_of,
+    program_of,
+)
 from tests.processors import skip_unless_rounded
 from torch import Tensor
 from torch.export import Dim

@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from tests.convert.equal import assert_equal
-from tests.convert.one_node import answers, answers_of_both
+from tests.convert.programs import answers, answers_of_both, assert_equal
 from torch.export import Dim
 
 from intarsia.errors import EngineError, GuardError

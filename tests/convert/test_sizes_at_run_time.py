@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as TF
 import torch.nn.functional as f
-from tests.convert.equal import assert_equal, kinds
+from tests.convert.programs import assert_equal, kinds
 from tests.convert.samples import BEFORE_TORCH_2_12
 from torch import nn
 from torch.export import Dim

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as f
 from tests.convert import drivers
-from tests.convert.equal import assert_equal
-from tests.convert.one_node import answers, answers_of_both, network_of
+from tests.convert.programs import answers, answers_of_both, assert_equal, network_of
 from tests.processors import skip_unless_rounded
 from torch import nn
 from torch.export import Dim

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.convert import drivers
-from tests.convert.equal import assert_equal
-from tests.convert.one_node import answers
+from tests.convert.programs import answers, assert_equal
 
 from intarsia.cache.machine import is_arm
 from intarsia.errors import EngineError, GuardError

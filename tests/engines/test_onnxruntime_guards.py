@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as TF
-from tests.convert.one_node import network_of
-from tests.convert.programs import program_of
+from tests.convert.programs import network_of, program_of
 from tests.functions import Function
 from torch import nn
 

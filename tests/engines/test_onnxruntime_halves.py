@@ -13,7 +13,7 @@ import onnx.parser
 import onnx.shape_inference
 import pytest
 import torch
-from tests.convert.one_node import answers, network_of
+from tests.convert.programs import answers, network_of
 from torch import nn
 
 import intarsia

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.convert.one_node import network_of
+from tests.convert.programs import network_of
 from tests.engines.test_openvino_guards import compiled
 from tests.functions import Function
 from tests.processors import BFLOAT16

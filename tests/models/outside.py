@@ -14,8 +14,7 @@ from pathlib import Path
 
 from tests.commit import commit
 from tests.models.case import Case
-from tests.models.outcome import CRASHED, GOOD, RAISED, TIMED_OUT, Outcome, outcome_of
-from tests.models.page import write_page
+from tests.models.outcome import CRASHED, GOOD, RAISED, TIMED_OUT, Outcome, outcome_of, write_page
 from tests.models.torchvision_ready import prepare
 
 STATE = Path(".models.jsonl")

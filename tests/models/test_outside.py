@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from tests.models.outcome import EQUAL, GOOD, PARTS, Outcome
+from tests.models.outcome import EQUAL, GOOD, PARTS, Outcome, page
 from tests.models.outside import all_cases, run_one
-from tests.models.page import page
 
 pytest.importorskip("transformers", reason="most of the models come from Hugging Face configurations")
 pytest.importorskip("onnxruntime", reason="an engine under test")

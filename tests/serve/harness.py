@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import uvicorn
+from torch import nn
+from torch.export import Dim
 
+import intarsia
 from intarsia.runtime import Compiled
 from intarsia.serve.app import Options, Service, app_of
 from intarsia.serve.interface import Interface
@@ -92,3 +96,41 @@ def running(compiled: Compiled, batching: Batching | None = None, **options: Any
             server.handle_exit(signal.SIGTERM, None)
             thread.join(30)
             assert not thread.is_alive()
+
+
+# Small models to serve, compiled for a batch of 1 to 16 rows.
+
+
+class Scores(nn.Module):
+    """A classifier over words; a word beyond the table is an IndexError, in PyTorch as on engines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+
+    def forward(self, words: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
+        mean = (self.table(words) * weights.unsqueeze(-1)).sum(1)
+        return {"scores": self.head(mean), "state": (mean.tanh(),), "nothing": None}
+
+
+def scores(engines: Any = "onnxruntime") -> tuple[nn.Module, Compiled]:
+    torch.manual_seed(0)
+    model, rows = Scores().eval(), Dim("rows", min=1, max=16)
+    example = (torch.randint(0, 20, (3, 5)), torch.rand(3, 5))
+    return model, compiled(model, example, {"words": {0: rows}, "weights": {0: rows}}, engines=engines)
+
+
+def compiled(model: nn.Module, example: tuple[Any, ...], shapes: Any, engines: Any = "pytorch") -> Compiled:
+    made = intarsia.compile(model.eval(), example, dynamic_shapes=shapes, engines=engines)
+    assert isinstance(made, Compiled), made.notes
+    return made
+
+
+class Slow(nn.Module):
+    """A model that takes a while: `rows` matrices multiplied again and again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for _ in range(40):
+            y = (y @ x).tanh()
+        return y

@@ -17,8 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.archive.models import MODELS
-from tests.serve.harness import running
-from tests.serve.models import scores
+from tests.serve.harness import running, scores
 from tests.serve.test_http import request, right
 from torch import nn
 from typer.testing import CliRunner

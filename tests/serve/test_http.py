@@ -17,8 +17,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.serve.harness import Running, post, running
-from tests.serve.models import compiled, scores
+from tests.serve.harness import Running, compiled, post, running, scores
 from torch import nn
 from torch.export import Dim
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from tests.serve.harness import post
-from tests.serve.models import scores
+from tests.serve.harness import post, scores
 from tests.serve.test_http import RAW, request, right
 from torch import nn
 

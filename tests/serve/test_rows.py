@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.serve.models import Scores, compiled
+from tests.serve.harness import Scores, compiled
 from torch import nn
 from torch.export import Dim
 from torch.nn import functional
