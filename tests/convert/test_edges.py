@@ -88,6 +88,7 @@ MENDED = {
     "nn.functional.avg_pool2d": ("limits",),
     "nn.functional.batch_norm": ("infinity", "minus infinity alone"),
     "nn.functional.embedding_bag": ("NaN", "zero", "huge", "whole"),
+    "nn.functional.gelu": ("infinity",),
     "nn.functional.grid_sample": ("whole",),
     "nn.functional.group_norm": ("infinity", "minus infinity alone", "huge"),
     "nn.functional.interpolate": ("infinity", "minus infinity alone", "huge"),
@@ -104,6 +105,11 @@ MENDED = {
 }
 
 
+OTHER_DTYPES = {
+    "bucketize": ("int64",),
+    "nn.functional.avg_pool2d": ("int64",),
+    "nn.functional.gelu": ("float16",),
+}
 # Of these the first samples see nothing of it.
 SAMPLES = {
     "cdist": 8,
@@ -120,7 +126,7 @@ SAMPLES = {
 @pytest.mark.parametrize("op", MENDED)
 def test_what_was_answered_otherwise(op: str, engine: str) -> None:
     samples = SAMPLES.get(op, 4)
-    dtypes = ("float32", "int64") if op in ("bucketize", "nn.functional.avg_pool2d") else ("float32",)
+    dtypes = ("float32", *OTHER_DTYPES.get(op, ()))
     for name in (name for name, info in op_infos().items() if info.name == op):
         for dtype in dtypes:
             found = [

@@ -181,9 +181,8 @@ def _is_finite(layer: Layer, index: int) -> bool:
 
 
 def _floats(layer: Layer, index: int) -> Interval | None:
-    kind = layer.kind
+    kind, output = layer.kind, layer.get_outputs(0)[0].dtype
     if kind == "Cast":
-        output = layer.get_outputs(0)[0].dtype
         if output in dtypes.INTEGERS:
             return Interval(-(2.0**30), 2.0**30)
         return _ANY_NUMBER if output == ir.DataType.BOOL else None
@@ -195,6 +194,8 @@ def _floats(layer: Layer, index: int) -> Interval | None:
         return FINITE  # made one factor and one summand: infinity less infinity
     if kind == "GridSample":  # places are rounded on the way: neighbours must not be far apart
         return Interval(-(2.0**16), 2.0**16)
+    if kind == "Gelu" and output == ir.DataType.FLOAT16 and layer.attribute("approximate", "none") == "none":
+        return Interval(-math.inf, 2.0**100)  # of infinity NaN, as torch in longer floats alone
     if kind in HANDS_NAN_ON:
         return None
     if kind == "MaxPool" and len(layer.get_outputs()) > 1:
