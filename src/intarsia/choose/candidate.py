@@ -81,7 +81,7 @@ class Built:
     module: Compiled
     shape: str
     build_s: float
-    first_s: float = 0.0  # of the sample's first call on engines, which compared the answer; 0 if there is none
+    first_s: float = 0.0  # of the call that compared the answers of engines to the sample; 0 if none did
     error: float = 0.0  # end to end, if there is a tolerance
     errors: Mapping[str, float] = field(default_factory=dict)  # of its segments, by first node
 
