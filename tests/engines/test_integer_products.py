@@ -151,9 +151,9 @@ def test_inductor_multiplies_integers() -> None:
 class _Rounded(nn.Module):
     """Activations as compressed-tensors rounds them: by a scale of each row, or by a constant."""
 
-    def __init__(self, static: bool) -> None:
+    def __init__(self, static: bool, with_zeros: bool = False) -> None:
         super().__init__()
-        self.static = static
+        self.static, self.with_zeros = static, with_zeros
         self.register_buffer("weight", torch.randint(-128, 128, (48, 128), dtype=torch.int8))
         self.register_buffer("weight_scale", torch.rand(48, 1) / 128)
         self.register_buffer("input_scale", torch.tensor([0.03]))
@@ -161,8 +161,12 @@ class _Rounded(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.input_scale if self.static else x.abs().amax(-1, keepdim=True) / 127.5
-        x = (x / scale).clamp(-128.0, 127.0).round() * scale
-        return nn.functional.linear(x, self.weight.float() * self.weight_scale, self.bias)
+        if self.with_zeros:
+            zero = -(x.amin(-1, keepdim=True) + x.amax(-1, keepdim=True)).div(2 * scale).round()
+            x = ((x / scale + zero).clamp(-128.0, 127.0).round() - zero) * scale
+        else:
+            x = (x / scale).clamp(-128.0, 127.0).round() * scale
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.weight_scale, self.bias)
 
 
 @BY_ENGINE
@@ -246,6 +250,26 @@ def test_products_that_stay_floats_are_named() -> None:
     fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1)
     assert any("linear: their weights have 8 bits in 2 groups" in note for note in fast.notes)
     torch.testing.assert_close(fast(X), model(X).detach(), rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [
+        (torch.float32, "the zero points of their activations are computed, or in a tensor"),
+        (torch.float16, "they are computed in torch.float16"),
+        (torch.bfloat16, "they are computed in torch.bfloat16"),
+    ],
+)
+def test_zero_points_that_vary_and_half_precision_are_named(dtype: torch.dtype, reason: str) -> None:
+    torch.manual_seed(0)
+    model = _Rounded(static=False, with_zeros=dtype is torch.float32).eval().to(dtype)
+    x = X.to(dtype)
+    assert _products(model, x) == 0
+    fast = intarsia.compile(model, (x,), engines=["pytorch"])
+    said = f"these products of rounded activations are computed in floats: linear: {reason}"
+    assert any(note.startswith(said) for note in fast.notes)
+    rounding = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=rounding, atol=rounding)
 
 
 def test_of_one_column_the_product_stays_as_it_is() -> None:

@@ -128,8 +128,9 @@ class _Matcher:
             raise _Unmatched("convolutions have no exact kernel for integers")
         with self.graph.inserting_before(product):
             steps = self.steps_of_numbers(product.args[0])
-        if steps is None or _dtype(product) is not torch.float32:
+        if steps is None:
             return
+        _floats_only(product)
         if not multiplies_integers_exactly():
             raise _Unmatched("PyTorch's products of 8-bit integers saturate on this processor")
         if not (0 <= -steps.low <= 255 and steps.high - steps.low <= 255):
@@ -177,7 +178,8 @@ class _Matcher:
         if None in settings or settings != [self.number(value) for value in integers.args[1:5]]:
             raise _Unmatched("they are rounded by one scale and read by another")
         scale, zero, low, high = map(float, settings)  # type: ignore[arg-type]
-        if _dtype(integers.args[0]) is not torch.float32 or not 0 < scale < math.inf:  # type: ignore[arg-type]
+        _floats_only(integers.args[0])
+        if not 0 < scale < math.inf:
             raise _Unmatched(f"the scale of their activations is {scale}")
         x = _call(self.graph, aten.mul.Tensor, integers.args[0], 1.0 / scale)  # type: ignore[arg-type]
         return _Steps(x, int(low - zero), int(high - zero), int(-zero), scale)
@@ -190,17 +192,16 @@ class _Matcher:
                 continue
             if described.numel() != 1 and described.shape[-1] != 1:
                 continue
-            inner = integers.args[0] if integers.args else None
-            pair = (integers.target, inner.target if isinstance(inner, fx.Node) else None)
-            if pair not in (
-                (aten.round.default, aten.clamp.default),
-                (aten.clamp.default, aten.round.default),
-            ):
+            if integers.target is aten.sub.Tensor and _is_rounding(integers.args[0]):
+                raise _Unmatched("the zero points of their activations are computed, or in a tensor")
+            if not _is_rounding(integers):
                 continue
+            inner = integers.args[0]
             clamp = integers if integers.target is aten.clamp.default else inner
             low, high = (*clamp.args[1:], None, None)[:2]  # type: ignore[union-attr]
             is_whole = all(isinstance(end, int | float) and float(end).is_integer() for end in (low, high))
-            if is_whole and _dtype(integers) is torch.float32:
+            if is_whole:
+                _floats_only(integers)
                 return _Steps(inner.args[0], int(low), int(high), None, scale)  # type: ignore[union-attr, arg-type]
         return None
 
@@ -326,6 +327,20 @@ def _before_reshapes(node: Any) -> fx.Node:
     while node.target in _RESHAPES:
         node = node.args[0]
     return node  # type: ignore[no-any-return]
+
+
+def _is_rounding(node: Any) -> bool:
+    """Whether numbers are rounded and limited, in either order."""
+    pair = {aten.round.default, aten.clamp.default}
+    if not isinstance(node, fx.Node) or node.target not in pair:
+        return False
+    return {node.target, getattr(node.args[0], "target", None)} == pair
+
+
+def _floats_only(node: Any) -> None:
+    """Refuse half precision: what it rounds to differs from what the same steps in float32 round to."""
+    if (dtype := _dtype(node)) is not torch.float32:
+        raise _Unmatched(f"they are computed in {dtype}")
 
 
 def _only_user(node: fx.Node | None) -> fx.Node | None:
