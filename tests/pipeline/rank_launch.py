@@ -9,6 +9,7 @@ import functools
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -31,7 +32,7 @@ COMMAND = [sys.executable, __file__]
 
 
 def launch(*cases: str, world: int = 2, fork: bool = True) -> list[tuple[int, str]]:
-    """Run cases, `file.function` or `file.function:argument:argument`; each rank's exit status and output.
+    """Run cases, `rank_file.function:argument:argument`, or a script; each rank's exit status and output.
 
     Most of what a small case takes is to import torch and to cut its models. All forked ranks come from one
     process, which does both once. They share the seed of `hash()`, which ranks of a real job do not:
@@ -115,7 +116,7 @@ def serve() -> None:
     for line in sys.stdin:
         cases, place, files = json.loads(line)
         os.environ.update(place)
-        for module, _, arguments in map(_case, cases):
+        for module, _, arguments in (_case(case) for case in cases if case.startswith("rank_")):
             if hasattr(module, "prepare"):
                 module.prepare(*arguments)
         assert threading.active_count() == 1, f"forked beside {threading.enumerate()}"
@@ -137,6 +138,10 @@ def serve() -> None:
 def run(cases: list[str]) -> None:
     """Run each case on this rank; one process group serves them all."""
     torch.set_num_threads(1)
+    if not cases[0].startswith("rank_"):  # a script, which makes a group of its own
+        sys.argv = cases[0].split(":")
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return
     dist.init_process_group("gloo", timeout=timedelta(seconds=250))
     for module, name, arguments in map(_case, cases):
         getattr(module, name)(*arguments)

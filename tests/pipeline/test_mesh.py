@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from intarsia.pipeline.distributed.saved import latest_checkpoint
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("restart_job.py")
 
 
@@ -70,13 +72,12 @@ def test_whichever_rank_died(victim, world):
     assert_named(victim, launch(f"rank_mesh.dies:{victim}", world=world))
 
 
-def test_a_restart_under_torchrun_goes_on_from_the_last_checkpoint(tmp_path):
-    steps = 7
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["--max-restarts=1", str(JOB), str(tmp_path), str(steps), "1"]
-    words = subprocess.PIPE
+def torchrun(*words: str, cwd: Path) -> str:
+    """What a job of torchrun prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    pipe, env = subprocess.PIPE, environment()
     job = subprocess.Popen(
-        command, env=environment(), stdout=words, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=cwd, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
         output, _ = job.communicate()
@@ -84,6 +85,12 @@ def test_a_restart_under_torchrun_goes_on_from_the_last_checkpoint(tmp_path):
         if job.poll() is None:  # its ranks with it
             os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode == 0, output
+    return output
+
+
+def test_a_restart_under_torchrun_goes_on_from_the_last_checkpoint(tmp_path):
+    steps = 7
+    torchrun("--nproc_per_node=2", "--max-restarts=1", str(JOB), str(tmp_path), str(steps), "1", cwd=tmp_path)
     lives = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
     assert [int(life) for life, _, _ in lives] == [0] * 3 + [1] * 5
     assert [int(step) for _, step, _ in lives] == [0, 1, 2, 2, 3, 4, 5, 6]
@@ -102,6 +109,23 @@ def test_a_restart_under_torchrun_goes_on_from_the_last_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "saved").name == "6"
     (tmp_path / "saved" / "6" / ".metadata").unlink()  # as if the job had died while saving
     assert latest_checkpoint(tmp_path / "saved").name == "4"
+
+
+def test_the_scripts_of_the_page_run_by_their_commands(tmp_path):
+    page = (ROOT / "docs" / "pipeline_processes.md").read_text()
+    scripts = {name: block for block, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", page, re.S)}
+    commands = re.findall(r"^torchrun --nproc_per_node (\d) (\w+\.py)(?: (\w+))?", page, re.M)
+    assert {name for _, name, _ in commands} == scripts.keys()
+    for ranks, name, argument in commands:
+        script = tmp_path / name
+        script.write_text(scripts[name])
+        if name == "train.py":
+            output = torchrun("--nproc_per_node", ranks, str(script), cwd=tmp_path)
+        else:  # on ranks that know torch already, with the same variables
+            results = launch(f"{script}:{argument}", world=int(ranks))
+            assert_passed(results)
+            output = "".join(printed for _, printed in results)
+        assert re.search(r"loss \d", output), output
 
 
 def test_torch_still_has_the_store():
