@@ -113,16 +113,15 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int)
     answer, truth = answer.detach(), truth.detach()
     if special:  # in float64, since short floats do not have this operator
         answer, truth = (torch.nan_to_num(x.double(), 0.0, 0.0, 0.0) for x in (answer, truth))
-    alike, size = _Alike(truth), truth.double().abs()
-    floor = size.mul(_share(limits))
-    place = _worst(answer, truth, floor, alike, limits)
+    alike = _Alike(truth, _share(limits))
+    place = _worst(answer, truth, None, alike, limits)
     if place is None:
         return None
     for further in FURTHER_RUNS:
         change = None if rounding is None else rounding.change(index, further)
         if rounding is None or change is None:
             break
-        allowed = change.mul_(MULTIPLE).add_(floor)
+        allowed = change.mul_(MULTIPLE).add_(truth.double().abs().mul_(_share(limits)))
         place = _worst(answer, truth, allowed, alike, limits)
         if place is None or (not further and _no_worse((answer, truth), allowed, alike, rounding, index)):
             return None
@@ -143,13 +142,21 @@ def _roundings(size: torch.Tensor, limits: torch.finfo) -> torch.Tensor:
 
 
 def _worst(
-    answer: torch.Tensor, truth: torch.Tensor, noise: torch.Tensor, alike: _Alike, limits: torch.finfo
+    answer: torch.Tensor,
+    truth: torch.Tensor,
+    noise: torch.Tensor | None,
+    alike: _Alike,
+    limits: torch.finfo,
 ) -> int | None:
-    """The place of the element that exceeds its allowed difference most; None if none does."""
-    typical = alike.typical(noise)
+    """The place of the element that exceeds its allowed difference most; None if none does.
+
+    Without `noise`, a share of each magnitude is allowed.
+    """
+    typical = alike.typical_share if noise is None else alike.typical(noise)
     worst, place, start = 0.0, None, 0
-    for answered, right, seen in slices_of(answer, truth, noise):
+    for answered, right, *given in slices_of(answer, truth, *([] if noise is None else [noise])):
         b = right.double()
+        seen = given[0] if given else b.abs().mul_(_share(limits))
         allowed = torch.maximum(seen, alike.of(typical, b)).add_(_roundings(b.abs(), limits))
         excess = (answered.double() - b).abs_().sub_(allowed)
         if not float(most := excess.max()) <= worst:  # also for NaN
@@ -201,20 +208,31 @@ def _finite(answer: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, to
 class _Alike:
     """Groups of elements of a tensor whose magnitudes have no wide gap between them.
 
-    There may be millions of logits, so exponents are counted and not sorted.
+    There may be millions of logits, so exponents are counted and not sorted, and nothing is as large as they
+    are. `typical_share` is the typical size of this `share` of the values, as `typical` is of noise.
     """
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: torch.Tensor, share: float) -> None:
         self._values = values
         counts = torch.zeros(_EXPONENTS, dtype=torch.long, device=values.device)
+        zeros = torch.zeros_like(counts[0])
+        squares = torch.zeros(_EXPONENTS, dtype=torch.double, device=values.device)
         for (part,) in slices_of(values):
             numbers = part.double()
-            counts += torch.bincount(_exponents(numbers), minlength=len(counts))
-            counts[0] -= (numbers == 0).sum()  # zeros belong to the group of the smallest values
-        used = counts.nonzero().flatten()
+            exponents = _exponents(numbers)
+            counts += torch.bincount(exponents, minlength=len(counts))
+            squares += torch.bincount(exponents, numbers.mul(share).square_(), len(squares))
+            zeros += (numbers == 0).sum()
+        present = counts.clone()
+        present[0] -= zeros  # which belong to the group of the smallest values
+        used = present.nonzero().flatten()
         starts = (used.diff(prepend=used[:1]) > _GAP).long().cumsum(0)
         self._group = torch.zeros_like(counts).scatter_(0, used, starts)
         self._several = bool(self._group.any())
+        sums, sizes = (torch.zeros_like(x).index_add_(0, self._group, x) for x in (squares, counts))
+        self.typical_share = (sums / sizes.clamp_(min=1)).sqrt_()
+        if not self._several:
+            self.typical_share = self.typical_share[0]
 
     def typical(self, noise: torch.Tensor) -> torch.Tensor:
         """The root mean square of the noise in each group; a single element may have little by chance."""

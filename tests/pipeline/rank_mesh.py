@@ -95,6 +95,7 @@ def mesh_gradients():
     """Accumulated gradients, losses that are means over tokens, and sums: those of the whole batch."""
     torch.manual_seed(0)
     model = Tagger()
+    model.spare = nn.Linear(2, 2)  # not used: it has no gradient, and so no weight decay
     ids, labels = torch.randint(0, 20, (8, 6)), torch.randint(0, 5, (8, 6))
     labels[0, 1:] = labels[1, 2:] = labels[4:6] = -100
     mesh = mesh_of()
@@ -118,6 +119,7 @@ def mesh_gradients():
         if pipe.is_last:
             torch.testing.assert_close(result.loss, want.detach())
         check_gradients(pipe, gradients(plain), str(loss_fn))
+        assert all(p.grad is None for n, p in pipe.named_parameters() if n.startswith("spare"))
     print("mesh_gradients ok", flush=True)
 
 

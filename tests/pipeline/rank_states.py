@@ -111,6 +111,15 @@ def optimizers(folder):
         again.load(f"{folder}/layers", one)
 
     pipe = piped(layers())
+    optimizer = torch.optim.SGD(pipe.named_parameters(), lr=0.1)
+    pipe.save(f"{folder}/named", optimizer)
+    again = piped(layers(), cuts="d")
+    other = torch.optim.SGD(again.named_parameters(), lr=0.2)
+    again.load(f"{folder}/named", other)
+    assert other.param_groups[0]["lr"] == 0.1
+    assert other.param_groups[0]["param_names"] == [name for name, _ in again.named_parameters()]
+
+    pipe = piped(layers())
     optimizer = torch.optim.SGD(pipe.parameters(), lr=torch.tensor(0.25))
     pipe.save(f"{folder}/tensor", optimizer)
     optimizer.param_groups[0]["lr"].fill_(1.0)
@@ -223,6 +232,11 @@ def agreements():
         torch.testing.assert_close(result.loss, plain(x).square().mean())
     stages = split(layers(), (x,), cuts=["c"])
     rank = dist.get_rank()
+    pipe = stages.distributed("1F1B", 2, loss_fn=F.mse_loss)
+    with pytest.raises(
+        InputError, match="calls step, but rank 0 calls infer" if rank else "calls infer, but"
+    ):
+        pipe.step(x, target=x) if rank else pipe.infer(x)
     with pytest.raises(PartitionError, match=rf"n_microbatches={2 + 2 * rank}, and rank"):
         stages.distributed("1F1B", 2 + 2 * rank, loss_fn=F.mse_loss)
     with pytest.raises(PartitionError, match="another"):

@@ -56,10 +56,10 @@ class TooSlow(EngineError):
 
 @dataclass(frozen=True)
 class Timed:
-    """The time of the best plan so far on one of the examples."""
+    """The example that plans are timed on, and the time that the best plan so far takes for it."""
 
     example: int
-    seconds: Callable[[], float]
+    best_s: Callable[[], float]  # infinite if there is no plan yet
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Builder:
     faults: dict[fx.Node, dict[str, str]] = field(default_factory=dict)  # found by bisection, by engine
     body_plans: dict[str, Plan] = field(default_factory=dict, init=False)  # of control flow, by name
     errors: dict[str, float] = field(default_factory=dict, init=False)  # of shorter arithmetic, by first node
+    first_s: float = field(default=0.0, init=False)  # of the first calls of programs on the timed example
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict, init=False)
     _lost: dict[str, Failure] = field(default_factory=dict, init=False)  # engines that took too long
 
@@ -170,6 +171,7 @@ class Builder:
                 tried = replace(again, only_full=True)
         if isinstance(tried, Failure):
             return tried
+        self.first_s += 0.0 if sample is None else tried.seconds.get(sample, 0.0)
         if not engine.is_exact:
             self.errors[compute_nodes(module.graph)[0].name] = tried.error
         returned: Any = module.graph.output_node().args[0]
@@ -224,7 +226,9 @@ class Builder:
         timed = self.settings.timed
         if failure.program is None or timed is None:
             return
-        best, took = timed.seconds(), math.inf
+        best, took = timed.best_s(), math.inf
+        if math.isinf(best):
+            return
         program = failure.program
         if isinstance(program, GuardedProgram):  # the engine runs before a guard refuses its results
             program = program.unguarded()

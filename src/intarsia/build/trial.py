@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ class Tried:
     network: Network | None
     error: float = 0.0  # the largest on any case, as a share of an output's largest value; 0 if exact
     only_full: bool = False  # PyTorch answers calls with an empty tensor
+    seconds: Mapping[Case, float] = field(default_factory=dict)  # of the run on each case
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,7 @@ def try_piece(
     answers may differ by as much, if rounding alone differs less.
     """
     fresh: list[str] = []
+    seconds: dict[Case, float] = {}
     error_of = 0.0
     try:
         tried = _built(module, engine, rewrite, limit_s, fresh)
@@ -104,8 +107,10 @@ def try_piece(
         fresh.append(left_if_empty(engine.name, why))
         cases = [case for case in cases if not has_empty(case.inputs)]
     for case in sorted(cases, key=lambda case: case.elements):
+        start = time.perf_counter()
         try:
             answers = within(limit_s, f"{engine.name}'s run", partial(tried.program, *case.inputs))
+            seconds[case] = time.perf_counter() - start
         except OutOfTime as error:
             return Failure(str(error), for_good=True)
         except Exception as error:
@@ -118,7 +123,7 @@ def try_piece(
         if not engine.is_exact:
             error_of = max(error_of, relative_error(answers, case.expected))
     notes += [note for note in fresh if note not in notes]
-    return replace(tried, error=error_of)
+    return replace(tried, error=error_of, seconds=seconds)
 
 
 def _built(

@@ -129,13 +129,6 @@ class Search:
         blocks = self._affordable_blocks(len(quick))
         if len(quick) < 2 or blocks is None:
             return []
-        # In a network of equal layers, the same engine is the fastest in each. Measuring blocks took 7 of 57
-        # s of CPU time for DistilBERT with sizes that vary.
-        if self.measured.budget_s is None and blocks.is_repetitive:
-            self.plans.leave_out(
-                "mixes: one engine leads in a network of equal layers; a budget measures its blocks"
-            )
-            return []
         full = self.workshop.builder.settings.options.require_full_compilation
         able = [engine for engine in quick if not (full and engine.name == PYTORCH)]
         costing = Costing(self.workshop, able, self.measured.objective, self.memory, self.context)
@@ -215,6 +208,13 @@ class Search:
             blocks = find_blocks(builder.module, builder.settings.options.atomic, most)
             if blocks is None:
                 return None
+            # In a network of equal layers, the same engine is the fastest in each. Measuring blocks took 7 of
+            # 57 s of CPU time for DistilBERT with sizes that vary.
+            if self.measured.budget_s is None and engines > 1 and blocks.is_repetitive:
+                self.plans.leave_out(
+                    "mixes: one engine leads in a network of equal layers; a budget measures its blocks"
+                )
+                return None
             if whole * blocks.share + len(set(blocks.digests)) * engines * _RACE_S < left:
                 return blocks
         self.plans.leave_out(f"mixes: measuring blocks does not fit into what is left of {self._budget}")
@@ -263,13 +263,14 @@ class Search:
         return names
 
     def _timed(self) -> Timed | None:
-        """The time that a plan with a wrong answer must not exceed."""
+        """The sample, and the time on it that a plan with a wrong answer must not exceed."""
         numbers = [
             n for n, inputs in enumerate(self.workshop.builder.examples) if inputs is self.sample.inputs
         ]
-        if not self.plans.built or not numbers:
+        if not numbers:
             return None
-        return Timed(numbers[0], lambda: min(map(self.plans.quickest_call, self.plans.near.values())))
+        near = self.plans.near.values
+        return Timed(numbers[0], lambda: min(map(self.plans.quickest_call, near()), default=math.inf))
 
     def _is_favoured(self, candidate: Candidate) -> bool:
         """Whether it is built regardless of time, since no budget is set and it is known to be faster."""

@@ -23,6 +23,7 @@ from intarsia.partition import PYTORCH
 
 FAR = 1.6  # plans this slow in two rounds leave the race, and no options of them are tried
 _ROUNDS = 20  # of the race that decides
+_LONG_ROUND_S = 1.0  # a round that takes longer runs twice before the race that decides
 _AHEAD = 1.03  # another plan's median is faster than the selected plan's by this factor
 
 
@@ -78,7 +79,9 @@ class Standings:
         calls = {name: self.built[name].call(self.sample) for name in names}
         left = max(self.progress.left_s, 0.0)
         budget = min(self.progress.budget_s * share, left) if self.measured.budget_s else left / 2
-        failed: dict[str, Exception] = {}
+        known_s, failed = self._known_s(names), dict[str, Exception]()
+        if not final and not self.measured.budget_s and sum(known_s.values()) > _LONG_ROUND_S:
+            rounds = 2  # the last race decides; with three, this one was a fifth of GPT-2's compile
         took = race_plans(
             calls,
             self.measured.objective,
@@ -87,7 +90,7 @@ class Standings:
             budget_s=budget,
             drop=FAR,
             failed=failed,
-            known_s=self._known_s(names),
+            known_s=known_s,
             is_decided=partial(self._is_decided, rounds) if final else None,
         )
         for name, error in failed.items():
@@ -103,11 +106,12 @@ class Standings:
         self.progress.best(lead, self.trials[lead].median)
 
     def _known_s(self, names: Sequence[str]) -> dict[str, float]:
-        """What a call of a plan has taken; of the model as it is, and of its graph, at verification."""
+        """What a call of a plan has taken: in an earlier race, or when answers were compared."""
         known = {name: self.trials[name].quickest for name in names if name in self.trials}
         if self.measured.objective == "latency":
+            compared = {name: self.built[name].first_s for name in names}
             as_it_is = [n for n in names if n == PYTORCH or not self.built[n].candidate.engines]
-            known = {**dict.fromkeys(as_it_is, self.sample.eager_s), **known}
+            known = {**compared, **dict.fromkeys(as_it_is, self.sample.eager_s), **known}
         return known
 
     def _is_decided(self, rounds: int, took: Mapping[str, Sequence[float]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,15 +108,16 @@ def _affordable(
 def _bytes_at(lowered: Lowered, sizes: dict[sympy.Symbol, int]) -> int:
     """The bytes of all values of the graph at these sizes."""
     total = 0
+    numbers: dict[Any, int] = {}  # a graph has few different sizes, and sympy takes long for each
     for node in lowered.module.graph.nodes:
         value = node.meta.get("val")
         shape = _shape(value)
         if shape is None or node.op == "get_attr" or node.op == "output":
             continue
-        elements = 1
         for size in shape:
-            elements *= _at(size, sizes)
-        total += elements * value.element_size()
+            if size not in numbers:
+                numbers[size] = _at(size, sizes)
+        total += math.prod(numbers[size] for size in shape) * value.element_size()
     return total
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.engines.inductor.varying import LEAST, empty_like, has_fixed_sizes, too_small
+from intarsia.engines.inductor.described import LEAST, empty_like, has_fixed_sizes, too_small
 from intarsia.errors import near_names
 
 Compiled = Callable[..., Sequence[Any]]

@@ -32,7 +32,7 @@ from intarsia.engines.inductor.compiler import (
     read_package,
     unknown_option,
 )
-from intarsia.engines.inductor.varying import empty_like, has_fixed_sizes, unfit_size
+from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
 from intarsia.errors import EngineError, error_text, first_line
 from intarsia.graph.nodes import is_control_flow, is_ordered
 from intarsia.quantized import bits_of

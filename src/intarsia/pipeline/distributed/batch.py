@@ -157,6 +157,7 @@ class _RankBatch:
     """One rank's numbers for a batch, which all ranks compare."""
 
     refused: bool
+    trains: bool
     precision: int
     scale: float
     weight: float
@@ -165,14 +166,16 @@ class _RankBatch:
     lengths: tuple[int, ...]
 
     def tensor(self, device: torch.device) -> Tensor:
-        numbers = [self.refused, self.precision, self.scale, self.weight, self.samples, self.target_samples]
-        return torch.tensor([*map(float, numbers), *self.lengths], dtype=torch.float64, device=device)
+        numbers = [self.refused, self.trains, self.precision, self.scale, self.weight]
+        numbers += [self.samples, self.target_samples, *self.lengths]
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
 
     @staticmethod
     def of(numbers: Tensor) -> _RankBatch:
-        refused, precision, scale, weight, samples, targets, *lengths = numbers.tolist()
+        refused, trains, precision, scale, weight, *counts = numbers.tolist()
+        samples, targets, *lengths = map(int, counts)
         return _RankBatch(
-            bool(refused), int(precision), scale, weight, int(samples), int(targets), tuple(map(int, lengths))
+            bool(refused), bool(trains), int(precision), scale, weight, samples, targets, tuple(lengths)
         )
 
 
@@ -209,6 +212,7 @@ def agree(
         refusal = error
     mine = _RankBatch(
         refusal is not None,
+        loss is not None,
         _PRECISIONS.index(current_precision(terms.device)),
         _NO_SCALE if scale is None else scale,
         sum(weights) if weights else _UNKNOWN,
@@ -253,6 +257,9 @@ def _check_ranks(me: int, ranks: Mapping[int, _RankBatch]) -> None:
     for rank, other in ranks.items():
         if other.refused:
             raise InputError(f"rank {rank} refused this batch; see the error on that rank")
+        if other.trains != mine.trains:
+            words = ["calls step" if one.trains else "calls infer" for one in (mine, other)]
+            raise InputError(f"rank {me} {words[0]}, but rank {rank} {words[1]}")
         if other.precision != mine.precision:
             words = [_autocast(_PRECISIONS[t.precision]) for t in (mine, other)]
             raise InputError(f"rank {me} steps {words[0]}, but rank {rank} {words[1]}")

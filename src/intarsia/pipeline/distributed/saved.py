@@ -29,6 +29,7 @@ from intarsia.pipeline.stages.tied import global_rank
 from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
 
 Options = dict[str, Any]  # the options of an optimizer by name, such as a learning rate
+_MEMBERS = ("params", "param_names")  # of a group, which another cut divides differently
 
 
 def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Options]:
@@ -40,7 +41,7 @@ def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor
     """
     by_name: dict[str, Options] = {}
     for group, own in zip(optimizer.param_groups, _names_by_group(optimizer, names), strict=True):
-        options = {option: _plain(option, value) for option, value in group.items() if option != "params"}
+        options = {name: _plain(name, value) for name, value in group.items() if name not in _MEMBERS}
         by_name |= dict.fromkeys(own, options)
     return by_name
 

@@ -130,8 +130,12 @@ class World:
         trainable = [p for p in parameters if p.requires_grad]
         with gradients_of_step(trainable):
             yield
-            for parameter in trainable:  # another replica may use a parameter that this one does not
-                if parameter.grad is None:
+            # Another replica may use a parameter that this one does not. If none does, it has no gradient.
+            missing = [float(p.grad is None) for p in trainable]
+            counts = torch.tensor(missing, device=trainable[0].device if trainable else None)
+            dist.all_reduce(counts, group=self.data)
+            for parameter, count in zip(trainable, counts.tolist(), strict=True):
+                if parameter.grad is None and count < dist.get_world_size(self.data):
                     parameter.grad = torch.zeros_like(parameter)
             for bucket in _buckets([own_part(p.grad) for p in trainable if p.grad is not None]):
                 flat = torch.cat([g.reshape(-1) for g in bucket])
