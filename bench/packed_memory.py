@@ -5,9 +5,9 @@
 A Llama-like decoder of random integers in groups of 128 is written as a folder of Hugging Face, in the layout
 `pack-quantized` of compressed-tensors. Every engine compiles it in a process of its own, which has compiled a
 tiny decoder before: what libraries take is there when the figures begin. All of them are resident memory
-beyond that (/proc/self/smaps_rollup), in MiB and as times the bytes of all weights in the folder. "private"
-leaves out pages of files, which the system takes back where it needs memory. The benchmark gives no memory
-back itself, neither by `malloc_trim` nor otherwise.
+beyond that (/proc/self/smaps_rollup), in MiB and as times the bytes of all weights in the folder. A page that
+is mapped several times counts once. "private" leaves out pages of files, which the system takes back where it
+needs memory. The benchmark gives no memory back itself, neither by `malloc_trim` nor otherwise.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,17 +70,24 @@ def resident() -> dict[str, int]:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, size = line.split()[:2]
         fields[name.rstrip(":")] = int(size) * 1024
-    return {"all": fields["Rss"], "private": fields["Anonymous"]}
+    return {"all": fields["Pss"], "private": fields["Anonymous"]}
 
 
 @contextlib.contextmanager
 def peak() -> Iterator[dict[str, int]]:
-    """The most that was in memory within the block."""
-    found: dict[str, int] = {}
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    yield found
-    lines = Path("/proc/self/status").read_text().splitlines()
-    found["all"] = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    """The most that was in memory within the block, of a sample every 20 ms."""
+    most = resident()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            most.update({key: max(size, most[key]) for key, size in resident().items()})
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield most
+    done.set()
+    watcher.join()
 
 
 def measure(engine: str, folders: list[str], generation: bool) -> None:

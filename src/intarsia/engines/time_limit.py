@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import TypeVar
 
 import torch
@@ -34,13 +35,14 @@ def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:
     )
     on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     stream = torch.cuda.current_stream() if on_gpu else None
+    context = copy_context()
 
     def run() -> None:
         try:
             if torch.get_num_threads() != threads:  # what belongs to a thread is as it is in the caller's
                 torch.set_num_threads(threads)
             with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.cuda.stream(stream):
-                results.append(work())
+                results.append(context.run(work))
         except BaseException as error:
             failed.append(error)
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from intarsia.engines import short_engines
+from intarsia.engines.shared_weights import sharing_weights
 from intarsia.errors import InputError
 from intarsia.generation.anatomy import Anatomy, anatomy_of
 from intarsia.generation.check import LEAST, Checked, checked, worst
@@ -89,10 +90,15 @@ def compile_generation(
         raise InputError(f"padding is {padding!r}; it must be True, False or None")
     if isinstance(examples, torch.Tensor) or not isinstance(examples, Sequence):
         raise InputError(f"examples are {examples!r}; they must be a list of prompts")
-    with _disabled_programs(model):
+    with _disabled_programs(model), sharing_weights() as shared:
         anatomy = anatomy_of(model, max_length, max_source)
         job = GenerationJob(model, anatomy, rows, max_length, padding, tuple(examples), continued)
         generation = _compiled(job, compile_options)
+    if shared.problem is not None:
+        generation.notes = (
+            f"programs do not share packed weights: {shared.problem}",
+            *generation.notes,
+        )
     release_memory(model)  # its own forward was compared with the programs, and has read all weights
     if not generation.forward.enabled:
         warnings.warn(generation.notes[-1], stacklevel=2)

@@ -28,6 +28,7 @@ from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, pro
 from intarsia.engines.onnxruntime.session import session_program, weight_value
 from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports
+from intarsia.engines.shared_weights import shared_weights
 from intarsia.errors import EngineError, first_line
 
 if TYPE_CHECKING:
@@ -156,11 +157,22 @@ class OnnxRuntime(NetworkEngine):
 
         try:
             net = with_halved_bytes(net) if self.device == "cpu" and not self.rounds_before_packed else net
-            model = self._guarded(net)
+            model, folder = self._guarded(net), None
+            files = shared_weights() if self.device == "cpu" and self.prepack else None
+            if files is not None and files.problem is None:
+                from intarsia.engines.onnxruntime.mapped import with_mapped_weights
+
+                model = with_mapped_weights(model, files)
+                folder = files.folder if files.places else None
             shared = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
             shared |= {name: value for name, (value, _) in model.on_gpu.items()}
             session = self._session(
-                model.data, model.weights, shared, static=is_static(net), float64=has_float64(net)
+                model.data,
+                model.weights,
+                shared,
+                static=is_static(net),
+                folder=folder,
+                float64=has_float64(net),
             )
             return self._program(Ports.of(net), session, (model.weights, model.on_gpu), model.checks)
         except Exception as error:
