@@ -110,6 +110,16 @@ def optimizers(folder):
     with pytest.raises(InputError, match=words):
         again.load(f"{folder}/layers", one)
 
+    other = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (batch(0)[0],), cuts=["1"])
+    with pytest.raises(InputError, match=r"lacks [01].weight, [01].bias; it also has a.weight, a.bias,"):
+        other.distributed("1F1B", 2).load(f"{folder}/layers")
+    wide = Layers()
+    wide.a = nn.Linear(6, 4)
+    other = split(wide, (torch.ones(4, 6),), cuts=["c"]).distributed("1F1B", 2)
+    words = r"a.weight is float32\[4, 6\], stored as float32\[4, 4\]" if other.is_first else "rank 0 refuses"
+    with pytest.raises(InputError, match=words):
+        other.load(f"{folder}/layers")
+
     pipe = piped(layers())
     optimizer = torch.optim.SGD(pipe.named_parameters(), lr=0.1)
     pipe.save(f"{folder}/named", optimizer)
@@ -220,6 +230,17 @@ def unused():
                 assert (parameter.grad is None) == (want[name].grad is None), (schedule, name)
                 if parameter.grad is not None:
                     torch.testing.assert_close(parameter.grad, want[name].grad)
+    # A gradient of an embedding stays sparse, as in the plain model.
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    ids = torch.arange(4)
+    pipe = split(model, (ids,), cuts=["1"]).distributed("1F1B", 2, loss_fn=F.mse_loss)
+    pipe.step(ids, target=target)
+    F.mse_loss(plain(ids), target).backward()
+    if pipe.is_first:
+        (table,) = pipe.parameters()
+        assert table.grad.is_sparse
+        torch.testing.assert_close(table.grad.to_dense(), plain[0].weight.grad.to_dense())
     print("unused ok", flush=True)
 
 
@@ -241,6 +262,18 @@ def agreements():
         stages.distributed("1F1B", 2 + 2 * rank, loss_fn=F.mse_loss)
     with pytest.raises(PartitionError, match="another"):
         stages.distributed(["1F1B", "GPipe"][rank], 2, loss_fn=F.mse_loss)
+    for loss_fn, words in (
+        (
+            lambda answer, target: {"loss": answer.mean()},
+            "loss_fn returned {'loss'.*; a loss is a tensor with one",
+        ),
+        (lambda answer, target: answer, r"loss_fn returned a tensor of shape \(2, 4\); a loss is"),
+        (lambda answer, target: answer.detach().mean(), "the loss has no gradient: it does not depend on"),
+    ):
+        with pytest.raises(PipelineError, match=words):
+            stages.distributed("1F1B", 2, loss_fn=loss_fn).step(x, target=x)
+    with pytest.raises(PartitionError, match=r"cannot be copied; .* copy nn.ParameterList\(pipe.parameters"):
+        copy.deepcopy(pipe)
     for wrong in ("always", None, [1.5]):
         with pytest.raises(PartitionError, match="checkpoint"):
             stages.distributed("1F1B", 2, checkpoint=wrong)

@@ -108,7 +108,11 @@ class MicrobatchLoss:
         share = self._shares[index]
         if share == 0.0:
             return _zero(output)  # the mean over nothing would be NaN
-        return call_loss(self.loss_fn, output, self._targets[index]) * (share * self._scale)
+        loss: Any = call_loss(self.loss_fn, output, self._targets[index])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            form = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.60}"
+            raise PipelineError(f"loss_fn returned {form}; a loss is a tensor with one element")
+        return loss * (share * self._scale)
 
     def compare(self, output: Any, target: Any, loss: Tensor) -> None:
         """Raise PipelineError if the loss of the micro-batches is not the loss of the whole batch."""

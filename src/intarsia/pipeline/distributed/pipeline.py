@@ -54,7 +54,7 @@ from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weig
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.sharded import check_plan, parallelize_stages, shard_stages
 from intarsia.pipeline.distributed.wire import wire_spec
-from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.gpipe.keyed_random import RandomKey
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
@@ -133,7 +133,7 @@ class DistributedPipeline(RankStages):
         parts = {i: placed(stages[i], self.device) for i in held}
         super().__init__(parts, stages, self.stage_ranks, world, self.device)
         if source is not None and is_checkpoint(source.path):
-            self.load(source.path)
+            self.load(source.path, strict=source.strict)
         self.seed: int = world.agreed_seed(chosen.seed)
         self.steps: int = 0
         self._inferences = 0
@@ -144,11 +144,13 @@ class DistributedPipeline(RankStages):
         if world.shard is not None:
             if chosen.scaler is not None:
                 raise PartitionError("scaler= with a mesh that shards stages is not handled; use bfloat16")
-            shard_stages(parts, stages, world.shard)
+            with together(world.everyone, "cannot shard its stages"):
+                shard_stages(parts, stages, world.shard)
         if world.tensor is not None and chosen.tensor_plan is not None:
             if chosen.scaler is not None:
                 raise PartitionError("scaler= with tensor_plan= is not handled; use bfloat16")
-            parallelize_stages(parts, world.tensor, chosen.tensor_plan)
+            with together(world.everyone, "cannot divide its stages"):
+                parallelize_stages(parts, world.tensor, chosen.tensor_plan)
         self._statistics = [b for s in parts.values() if writes_buffers(s) for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
         self._terms = Terms(
@@ -235,6 +237,11 @@ class DistributedPipeline(RankStages):
         result = StepResult(None, None)
         if self.is_last and run.failure.error is None:
             try:
+                if loss is not None and not run.used:
+                    raise PipelineError(
+                        "the loss has no gradient: it does not depend on the model's outputs, or all"
+                        " parameters are frozen"
+                    )
                 whole = NO_TARGET if target is None else target
                 result = self._result(borders, chunks, [x.detach() / scale for x in losses], whole, loss)
             except Exception as error:
@@ -341,9 +348,13 @@ class DistributedPipeline(RankStages):
 @contextmanager
 def _dense_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Make gradients contiguous: torch's split backward adds in place, which fails for expanded views."""
-    hooks = [p.register_hook(Tensor.contiguous) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
+    hooks = [p.register_hook(_contiguous) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _contiguous(gradient: Tensor) -> Tensor:
+    return gradient if gradient.is_sparse else gradient.contiguous()

@@ -97,6 +97,12 @@ class RankStages(StageSequence):
         """Raise PartitionError: use `step` or `infer`."""
         raise PartitionError("a pipeline over processes is not called: use step(...), or infer(...)")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankStages:
+        raise PartitionError(
+            "a pipeline over processes cannot be copied; to keep a copy or an average of its weights, copy"
+            " nn.ParameterList(pipe.parameters())"
+        )
+
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
@@ -117,10 +123,15 @@ class RankStages(StageSequence):
         names = dict(self.named_parameters())
         save_checkpoint(path, self.state_dict(), names, optimizer, counters, self.world.everyone)
 
-    def load(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read this rank's share of a checkpoint, which any cut may have written. All ranks call it."""
-        names = dict(self.named_parameters())
-        counters = load_checkpoint(path, self.state_dict(), names, optimizer, self.world.everyone)
+    def load(
+        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None, strict: bool = True
+    ) -> None:
+        """Read this rank's share of a checkpoint, which any cut may have written. All ranks call it.
+
+        A checkpoint with tensors that the model does not have is refused, unless `strict` is False.
+        """
+        names, keys = dict(self.named_parameters()), self.keys if strict else None
+        counters = load_checkpoint(path, self.state_dict(), names, optimizer, keys, self.world.everyone)
         self.seed = counters.get("seed", self.seed)
         self.steps = counters.get("steps", self.steps)
 

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from intarsia.errors import InputError
+from intarsia.errors import InputError, some_of
 from intarsia.pipeline.distributed.sharded import empty_like_parameter
-from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.signature import form_text
 from intarsia.pipeline.stages.tied import global_rank
 from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
 
@@ -134,24 +136,23 @@ def load_checkpoint(
     state: Mapping[str, Tensor],
     names: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer | None,
+    keys: Collection[str] | None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, int]:
     """Read this rank's share of a checkpoint into its tensors, and return the saved counters.
 
-    Any cut and number of ranks may have written it. If one rank raises, no rank reads.
+    Any cut and number of ranks may have written it. If one rank raises, no rank reads. With `keys`, those of
+    the whole model's `state_dict`, a checkpoint with other tensors of a model is refused.
     """
     flat: dict[str, Any] = {_MODEL + key: value for key, value in state.items()}
     slots: dict[str, tuple[str, str]] = {}
     options: list[Options] = []
     counters: list[str] = []
-    refusal: Exception | None = None
-    try:
+    with together(group, "refuses the checkpoint"):
         stored = _stored(path)
         counters = [key for key in stored if key.startswith(_COUNTERS)]
         flat |= {key: _empty(stored[key]) for key in counters}
-        missing = [key for key in state if _MODEL + key not in stored]
-        if missing:
-            raise InputError(f"the checkpoint {path} lacks {', '.join(missing)}")
+        _check_names(path, stored, state, keys)
         if optimizer is not None:
             options = options_of_groups(optimizer, names, _saved_options(path, stored, names))
             for key in stored:
@@ -161,10 +162,11 @@ def load_checkpoint(
             for key, (name, _) in slots.items():
                 meta = stored[key]
                 flat[key] = empty_like_parameter(names[name], meta.size, meta.properties.dtype)
-    except Exception as error:
-        refusal = error
-    _raise_together(refusal, group, "refuses the checkpoint")
-    load(flat, checkpoint_id=str(path), process_group=group)
+    try:
+        load(flat, checkpoint_id=str(path), process_group=group)
+    except CheckpointException as error:  # on every rank
+        causes = [f"rank {global_rank(r, group)}: {cause[0]!r}" for r, cause in error.failures.items()]
+        raise InputError(f"the checkpoint {path} cannot be read: {'; '.join(causes)}") from error
     read = {key.removeprefix(_COUNTERS): int(flat[key]) for key in counters}
     if not read:
         warnings.warn(
@@ -198,15 +200,28 @@ def _saved_options(
     return {key.removeprefix(_OPTIONS): from_bytes(data) for key, data in flat.items()}
 
 
-def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise on every rank if one rank has a refusal; other ranks would wait for it."""
-    messages: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(messages, None if refusal is None else str(refusal), group=group)
-    if refusal is not None:
-        raise refusal
-    for place, message in enumerate(messages):
-        if message is not None:
-            raise InputError(f"rank {global_rank(place, group)} {what}: {message}")
+def _check_names(
+    path: str | Path,
+    stored: Mapping[str, TensorStorageMetadata],
+    state: Mapping[str, Tensor],
+    keys: Collection[str] | None,
+) -> None:
+    """Raise InputError, before anything is read, for a checkpoint of another model."""
+    own = {key.removeprefix(_MODEL): meta for key, meta in stored.items() if key.startswith(_MODEL)}
+    pairs = [(key, value, own[key]) for key, value in state.items() if key in own]
+    problems = {
+        "lacks": [key for key in state if key not in own],
+        "also has": [] if keys is None else [key for key in own if key not in {*keys}],
+        "does not fit:": [
+            f"{key} is {form_text(value.dtype, value.shape)}, stored as"
+            f" {form_text(meta.properties.dtype, meta.size)}"
+            for key, value, meta in pairs
+            if value.shape != meta.size
+        ],
+    }
+    texts = [f"{label} {some_of(names, most=5)}" for label, names in problems.items() if names]
+    if texts:
+        raise InputError(f"the checkpoint {path} {'; it '.join(texts)}")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
@@ -236,7 +251,10 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 def _stored(path: str | Path) -> dict[str, TensorStorageMetadata]:
     if not is_checkpoint(path):
         raise InputError(f"{path} has no checkpoint")
-    entries = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    try:
+        entries = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    except Exception as error:  # of pickle, for a damaged file
+        raise InputError(f"the checkpoint {path} cannot be read: {error!r}") from error
     return {key: meta for key, meta in entries.items() if isinstance(meta, TensorStorageMetadata)}
 
 
@@ -251,15 +269,11 @@ def materialise(
 
     A checkpoint of torch.distributed.checkpoint is not read here: all ranks read it together later.
     """
-    refusal: InputError | None = None
-    try:
+    with together(world.everyone, "could not load its weights"):
         if is_checkpoint(weights.path):
             memory_for_stages(stages, weights.buffers, held, device)
         else:
             load_stages(stages, weights, held, device)
-    except InputError as error:
-        refusal = error
-    _raise_together(refusal, world.everyone, "could not load its weights")
 
 
 def weights_of(source: str | Path | Weights | None) -> Weights | None:

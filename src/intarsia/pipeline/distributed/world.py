@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline.distributed.sharded import own_part
-from intarsia.pipeline.stages.tied import gradients_of_step
+from intarsia.pipeline.stages.tied import dense_gradient, global_rank, gradients_of_step
 
 _DATA = ("data", "dp", "replicate")
 _PIPELINE = ("pipeline", "pp", "stage")
@@ -124,20 +124,19 @@ class World:
     @contextmanager
     def summing(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """The context of a step, at whose end the gradients of the step are summed over the replicas."""
-        if self.data is None:
+        trainable = [p for p in parameters if p.requires_grad]
+        if self.data is None or not trainable:
             yield
             return
-        trainable = [p for p in parameters if p.requires_grad]
         with gradients_of_step(trainable):
             yield
             # Another replica may use a parameter that this one does not. If none does, it has no gradient.
             missing = [float(p.grad is None) for p in trainable]
-            counts = torch.tensor(missing, device=trainable[0].device if trainable else None)
+            counts = torch.tensor(missing, device=trainable[0].device)
             dist.all_reduce(counts, group=self.data)
-            for parameter, count in zip(trainable, counts.tolist(), strict=True):
-                if parameter.grad is None and count < dist.get_world_size(self.data):
-                    parameter.grad = torch.zeros_like(parameter)
-            for bucket in _buckets([own_part(p.grad) for p in trainable if p.grad is not None]):
+            replicas = dist.get_world_size(self.data)
+            used = [p for p, count in zip(trainable, counts.tolist(), strict=True) if count < replicas]
+            for bucket in _buckets([own_part(dense_gradient(p)) for p in used]):
                 flat = torch.cat([g.reshape(-1) for g in bucket])
                 dist.all_reduce(flat, group=self.data)
                 for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
@@ -165,6 +164,23 @@ class World:
                 f"a batch of {tensor.shape[axis]} samples does not divide among {self.replicas} replicas"
             )
         return tensor.chunk(self.replicas, axis)[self.replica]
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """If one rank raises in this context, all ranks do. Other ranks would wait for it."""
+    refusal: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        refusal = error
+    messages: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, None if refusal is None else str(refusal), group=group)
+    if refusal is not None:
+        raise refusal
+    for place, message in enumerate(messages):
+        if message is not None:
+            raise InputError(f"rank {global_rank(place, group)} {what}: {message}")
 
 
 def _dimensions(mesh: DeviceMesh) -> tuple[str | None, str | None, str | None, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.stage import Stage
@@ -83,9 +83,7 @@ class TiedGradients:
         with gradients_of_step([p for p, _ in trainable]):
             yield
             for parameter, group in trainable:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=group)
+                dist.all_reduce(dense_gradient(parameter), group=group)
 
 
 @contextmanager
@@ -98,6 +96,13 @@ def gradients_of_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     for parameter, earlier in zip(parameters, before, strict=True):
         if earlier is not None and parameter.grad is not None:
             parameter.grad = earlier.add_(parameter.grad)
+
+
+def dense_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient in a form that ranks can sum; zeros if there is none."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    parameter.grad = gradient.to_dense() if gradient.is_sparse else gradient
+    return parameter.grad
 
 
 def global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
