@@ -296,6 +296,18 @@ def as_module():
         pipe.infer(x)
     pipe.train().zero_grad()
     assert all(p.grad is None for p in pipe.parameters())
+    # Evaluation by the same cuts has the trained weights. By other cuts, rank 1 would have old ones.
+    model, rank = layers(), dist.get_rank()
+    pipe = piped(model)
+    train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.5), 1)
+    plain = layers()
+    train_plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.5), 1)
+    output = split(model.eval(), (x,), cuts=["c"]).distributed("1F1B", 2).infer(x)
+    if rank:
+        torch.testing.assert_close(output, plain(x))
+    words = "rank 1 has an old copy of b.weight, which rank 0 trains"
+    with pytest.raises(PartitionError if rank else InputError, match=words):
+        split(model, (x,), cuts=["b"]).distributed("1F1B", 2)
     with pytest.raises(PartitionError, match=r"is not called: use step\(...\), or infer"):
         pipe(x)
     print("as_module ok", flush=True)

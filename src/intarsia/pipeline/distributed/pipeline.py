@@ -53,6 +53,7 @@ from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weights_of
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.sharded import check_plan, parallelize_stages, shard_stages
+from intarsia.pipeline.distributed.trainers import note_trainers, refuse_old_copies
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.gpipe.keyed_random import RandomKey
@@ -141,6 +142,9 @@ class DistributedPipeline(RankStages):
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
         world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
+        refuse_old_copies(stages, open_parts, world)
+        if self.loss is not None:
+            note_trainers(stages, self.stage_ranks, world)
         if world.shard is not None:
             if chosen.scaler is not None:
                 raise PartitionError("scaler= with a mesh that shards stages is not handled; use bfloat16")
