@@ -88,6 +88,7 @@ class Builder:
     faults: dict[fx.Node, dict[str, str]] = field(default_factory=dict)  # found by bisection, by engine
     body_plans: dict[str, Plan] = field(default_factory=dict, init=False)  # of control flow, by name
     errors: dict[str, float] = field(default_factory=dict, init=False)  # of shorter arithmetic, by first node
+    is_traded: bool = field(default=False, init=False)  # whether a pattern that may be slower was applied
     first_s: float = field(default=0.0, init=False)  # of the first calls of programs on the timed example
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict, init=False)
     _lost: dict[str, Failure] = field(default_factory=dict, init=False)  # engines that took too long
@@ -171,6 +172,7 @@ class Builder:
                 tried = replace(again, only_full=True)
         if isinstance(tried, Failure):
             return tried
+        self.is_traded |= tried.is_traded
         self.first_s += 0.0 if sample is None else tried.seconds.get(sample, 0.0)
         if not engine.is_exact:
             self.errors[compute_nodes(module.graph)[0].name] = tried.error

@@ -19,11 +19,11 @@ from intarsia.errors import IntarsiaError, error_text
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.piece import Piece
 from intarsia.network import Network
-from intarsia.rewrite import Patterns, apply, patterns_by_engine
+from intarsia.rewrite import Patterns, apply, is_traded, patterns_by_engine
 from intarsia.rounding import Rounding
 from intarsia.runtime.fallback import has_empty
 
-Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # returns notes
+Rewrite = Callable[[Network, NetworkEngine], tuple[Sequence[str], bool]]  # notes; `is_traded` of the log
 
 
 def elements_of(inputs: Sequence[Any]) -> int:
@@ -51,6 +51,7 @@ class Tried:
     error: float = 0.0  # the largest on any case, as a share of an output's largest value; 0 if exact
     only_full: bool = False  # PyTorch answers calls with an empty tensor
     seconds: Mapping[Case, float] = field(default_factory=dict)  # of the run on each case
+    is_traded: bool = False  # whether a pattern that may be slower here rewrote the network
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +134,10 @@ def _built(
         return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(module)), None)
     assert isinstance(engine, NetworkEngine)
     net = convert(module, name=engine.name, notes=notes, engine=engine)
-    if rewrite is not None:
-        notes += rewrite(net, engine)
-    return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(net)), net)
+    told, is_traded = ((), False) if rewrite is None else rewrite(net, engine)
+    notes += told
+    program = within(limit_s, f"{engine.name}.build", lambda: engine.build(net))
+    return Tried(program, net, is_traded=is_traded)
 
 
 def _fails_on_empty(engine: Engine, net: Network | None) -> str | None:
@@ -211,7 +213,7 @@ def rewriter(patterns: Patterns, engines: Sequence[Engine], device: str = "cpu")
     chosen = patterns_by_engine(patterns, network_engines)
     all_patterns = patterns is True or patterns == "all"
 
-    def rewrite(net: Network, engine: NetworkEngine) -> list[str]:
+    def rewrite(net: Network, engine: NetworkEngine) -> tuple[list[str], bool]:
         log = apply(net, engine=engine, patterns=chosen[engine.name], device=device)
         notes = log.failures()
         if all_patterns:  # the user wants all of them, so the plan says which are left out
@@ -219,6 +221,6 @@ def rewriter(patterns: Patterns, engines: Sequence[Engine], device: str = "cpu")
                 notes.append(f"{engine.name}: pattern {name!r} is left out: {reason}")
             if not engine.patterns():
                 notes.append(f"{engine.name}: it supports none of the shipped patterns")
-        return notes
+        return notes, is_traded(log)
 
     return rewrite

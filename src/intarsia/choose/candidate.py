@@ -82,6 +82,7 @@ class Built:
     shape: str
     build_s: float
     first_s: float = 0.0  # of the call that compared the answers of engines to the sample; 0 if none did
+    is_traded: bool = False  # whether it may be faster without patterns
     error: float = 0.0  # end to end, if there is a tolerance
     errors: Mapping[str, float] = field(default_factory=dict)  # of its segments, by first node
 
@@ -164,8 +165,8 @@ class Workshop:
         module = self.finish(plan, pieces, programs, builder)
         error = 0.0 if builder.settings.tolerance is None else self.error(module)
         took = time.perf_counter() - start
-        errors = dict(builder.errors)
-        return Built(candidate, module, shape_of(plan), took, builder.first_s, error, errors)
+        measured = (took, builder.first_s, builder.is_traded, error, dict(builder.errors))
+        return Built(candidate, module, shape_of(plan), *measured)
 
     def _builder(
         self, candidate: Candidate, deadline: float | None = None, timed: Timed | None = None

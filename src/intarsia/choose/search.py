@@ -102,12 +102,14 @@ class Search:
         slower.
         """
         candidates = {name: built.candidate for name, built in self.plans.built.items()}
-        near = [candidates[name] for name in self.plans.close(FAR)]
         variants = [
-            other for plan in near for other in with_other_options(plan, self.workshop, self.measured)
+            other
+            for name in self.plans.close(FAR)
+            for other in with_other_options(candidates[name], self.workshop, self.measured)
         ]
         # Patterns are applied only if they are faster, so leaving them out gains little.
-        for name in leaders if self.measured.budget_s else self.plans.close(_NEAR):
+        near = [name for name in self.plans.close(_NEAR) if self.plans.built[name].is_traded]
+        for name in leaders if self.measured.budget_s else near:
             variants += without_patterns(candidates[name], self.workshop, self.measured)
         return variants
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import defs, helper, numpy_helper, shape_inference
@@ -86,7 +87,44 @@ def _onnx_schema(op_type: str) -> Any:
     return schema if schema.has_type_and_shape_inference_function and not has_body else None
 
 
+# Equal layers of a model, its conversions for other engines, and trial conversions ask the same question.
+_answers: dict[tuple[Any, ...], Types] = {}
+_MOST_ANSWERS = 10_000
+
+
 def _by_onnx(
+    schema: Any, inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
+) -> Types:
+    if not all(_has_exact_text(value) for value in attributes.values()):
+        return _asked(schema, inputs, attributes, outputs)
+    given = tuple(None if x is None else (x.dtype, x.shape, _bytes_of_argument(x)) for x in inputs)
+    key = (schema.name, given, repr(sorted(attributes.items())), outputs)
+    answer = _answers.get(key)
+    if answer is None:
+        if len(_answers) >= _MOST_ANSWERS:
+            _answers.clear()
+        answer = _answers[key] = _asked(schema, inputs, attributes, outputs)
+    return list(answer)
+
+
+def _has_exact_text(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_has_exact_text, value))
+    return isinstance(value, bool | int | float | str)
+
+
+def _argument(x: TypedValue) -> np.ndarray[Any, Any] | None:
+    """The constant that shapes may depend on, if it is one."""
+    size = x.shape[0] if x.ndim == 1 else 1 if x.ndim == 0 else None
+    return x.constant if isinstance(size, int) and size <= _LONGEST_ARGUMENT else None
+
+
+def _bytes_of_argument(x: TypedValue) -> bytes | None:
+    constant = _argument(x)
+    return None if constant is None else constant.tobytes()
+
+
+def _asked(
     schema: Any, inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
 ) -> Types:
     names = ["" if x is None else f"i{place}" for place, x in enumerate(inputs)]
@@ -98,9 +136,8 @@ def _by_onnx(
         if x is None:
             continue
         types[name] = helper.make_tensor_type_proto(int(x.dtype), x.shape)
-        size = x.shape[0] if x.ndim == 1 else 1 if x.ndim == 0 else None
-        if isinstance(size, int) and size <= _LONGEST_ARGUMENT and x.constant is not None:
-            arguments[name] = numpy_helper.from_array(x.constant, name)
+        if (constant := _argument(x)) is not None:
+            arguments[name] = numpy_helper.from_array(constant, name)
     opset = [helper.make_opsetid("", max(OPSET, schema.since_version))]
     inferred = shape_inference.infer_node_outputs(schema, node, types, arguments, opset_imports=opset)
     return [_type_of(schema.name, inferred.get(name)) for name in node.output]

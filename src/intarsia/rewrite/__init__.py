@@ -3,6 +3,7 @@
 from intarsia.rewrite.apply import Benefits as Benefits
 from intarsia.rewrite.apply import Patterns as Patterns
 from intarsia.rewrite.apply import apply as apply
+from intarsia.rewrite.apply import is_traded as is_traded
 from intarsia.rewrite.apply import patterns_by_engine as patterns_by_engine
 from intarsia.rewrite.check import Checked as Checked
 from intarsia.rewrite.check import check_pattern as check_pattern

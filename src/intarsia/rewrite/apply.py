@@ -124,6 +124,11 @@ def _reason_to_skip(fusion: Fusion, engine: NetworkBuilder, measure: bool, benef
     return None
 
 
+def is_traded(log: RewriteLog) -> bool:
+    """Whether a pattern fired that may be slower in this network: one that is not `free`, or the user's."""
+    return any(name not in FUSIONS or not FUSIONS[name].free for name in log.counts())
+
+
 def patterns_by_engine(patterns: Patterns, engines: Sequence[NetworkBuilder]) -> dict[str, Patterns]:
     """The patterns for each engine, by name, out of those chosen for all engines.
 

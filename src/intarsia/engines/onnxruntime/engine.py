@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
 
 from intarsia.cache.machine import thread_count
 from intarsia.engines.base import (
@@ -139,9 +136,6 @@ class OnnxRuntime(NetworkEngine):
     def probe(self, net: Network) -> str | None:
         from intarsia.engines.onnxruntime.model import check_bodies, is_static, plain
 
-        multiplies = any(layer.kind == "com.microsoft::MatMulIntegerToFloat" for layer in net.get_layers())
-        if multiplies and (reason := inexactness()) is not None:
-            return reason
         try:
             check_bodies(net, self.guards, self.device)
             model = plain(net)
@@ -153,10 +147,12 @@ class OnnxRuntime(NetworkEngine):
 
     def build(self, net: Network) -> Program:
         from intarsia.engines.onnxruntime.model import has_float64, is_static
-        from intarsia.engines.onnxruntime.nbits import with_halved_bytes
+        from intarsia.engines.onnxruntime.nbits import with_halved_bytes, with_unsigned_weights
 
         try:
-            net = with_halved_bytes(net) if self.device == "cpu" and not self.rounds_before_packed else net
+            if self.device == "cpu" and not self.rounds_before_packed:
+                net = with_halved_bytes(net)
+            net = with_unsigned_weights(net)
             model, folder = self._guarded(net), None
             files = shared_weights() if self.device == "cpu" and self.prepack else None
             if files is not None and files.problem is None:
@@ -195,10 +191,10 @@ class OnnxRuntime(NetworkEngine):
         An optimized model that ONNX Runtime writes itself does not load faster (see `docs/measurements.md`).
         """
         from intarsia.engines.onnxruntime.model import has_float64
-        from intarsia.engines.onnxruntime.nbits import has_products_of_bytes
+        from intarsia.engines.onnxruntime.nbits import has_products_of_bytes, needs_unsigned_weights
 
-        if self.device != "cpu" or has_products_of_bytes(net):
-            return None  # halves of bytes are made again from the weights of the archive
+        if self.device != "cpu" or has_products_of_bytes(net) or needs_unsigned_weights(net):
+            return None  # other forms of weights are made again from those of the archive
         model = self._guarded(net)
         metadata = {
             "ports": Ports.of(net).as_json(),
@@ -312,45 +308,3 @@ def _import() -> ModuleType:
     import onnxruntime
 
     return onnxruntime  # type: ignore[no-any-return]
-
-
-# Products of 8-bit integers: whether ONNX Runtime's kernels are exact on this processor.
-#
-# Its kernels for uint8 by int8 are by far its fastest (128 x 768 by 768 x 768 with AMX: 0.08 ms; int8 by
-# int8 takes 2.4 ms, uint8 by uint8 1.0 ms; 1.31.1). Without dot products of 8 bits (VNNI), those for x86
-# add pairs of products in 16 bits, which saturate.
-
-
-_ROWS, _COLUMNS = 8, 64
-
-
-@functools.cache
-def inexactness() -> str | None:
-    """Why products of integers are refused; None if the largest there are come out right."""
-    import onnxruntime as ort
-    from onnx import TensorProto, helper
-
-    x = np.full((_ROWS, _COLUMNS), 255, np.uint8)
-    weight = np.full((_COLUMNS, _ROWS), 127, np.int8)
-    weight[:, ::2] = -128
-    node = helper.make_node("MatMulInteger", ["x", "weight"], ["sums"])
-    held = helper.make_tensor("weight", TensorProto.INT8, weight.shape, weight.tobytes(), raw=True)
-    ports = [
-        helper.make_tensor_value_info("x", TensorProto.UINT8, [None, _COLUMNS]),
-        helper.make_tensor_value_info("sums", TensorProto.INT32, [None, _ROWS]),
-    ]
-    graph = helper.make_graph([node], "sums", ports[:1], ports[1:], [held])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    for rows in (x, x[:1]):  # a single row has a kernel of its own
-        (sums,) = session.run(None, {"x": rows})
-        expected = rows.astype(np.int32) @ weight.astype(np.int32)
-        if not np.array_equal(sums, expected):
-            wrong = int(np.argmax(sums[0] != expected[0]))
-            return (
-                f"its products of 8-bit integers saturate on this processor: {_COLUMNS} * 255 * "
-                f"{weight[0, wrong]} gives {sums[0, wrong]}"
-            )
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -189,6 +190,70 @@ def _halved(layer: Layer) -> Tensor:
         )
 
     return F.add(product(lambda b: b >> 4, 16.0, bias), product(lambda b: b & 15, 1.0, None))
+
+
+# Products of 8-bit integers, whose weights are unsigned where that is exact.
+#
+# ONNX Runtime's kernels for uint8 by int8 are by far its fastest (128 x 768 by 768 x 768 with AMX: 0.08 ms,
+# uint8 by uint8 1.0 ms; 1.31.1). Without dot products of 8 bits (VNNI), those for x86 add pairs of products
+# in 16 bits, which saturate. There uint8 by uint8 is exact and almost as fast (1.4 ms and 1.1 ms with AVX2).
+
+
+def needs_unsigned_weights(net: Network) -> bool:
+    """Whether there are products of integers that would saturate on this processor."""
+    return any(map(_is_product_of_integers, net.get_layers())) and saturates()
+
+
+def with_unsigned_weights(net: Network) -> Network:
+    """A copy whose products of integers read weights as uint8, if those of int8 saturate here."""
+    if not needs_unsigned_weights(net):
+        return net
+    copy = Network.of(net.graph.clone())
+    for layer in filter(_is_product_of_integers, list(copy.get_layers())):
+        x, weight, x_scale, scale, x_zero, zero, bias = (*layer.get_inputs(), None, None, None)[:7]
+        zeros = np.zeros((), np.int8) if zero is None else _numbers(zero)
+        (old,) = layer.get_outputs()
+        with net_guard(copy), copy.before(layer):
+            unsigned, middle = (F.constant(n.view(np.uint8) ^ 128) for n in (_numbers(weight), zeros))
+            inputs = (x, unsigned, x_scale, scale, x_zero, middle, bias)
+            new = F.op("MatMulIntegerToFloat", *inputs, domain=_DOMAIN)
+        copy.replace_all_uses(old, new)
+        copy.remove(layer)
+    copy.drop_unused_constants()
+    return copy
+
+
+def _is_product_of_integers(layer: Layer) -> bool:
+    if layer.kind != f"{_DOMAIN}::MatMulIntegerToFloat":
+        return False
+    x, weight = layer.get_inputs(0, 1)
+    assert x is not None and weight is not None
+    return (x.dtype, weight.dtype) == (ir.DataType.UINT8, ir.DataType.INT8) and weight.constant is not None
+
+
+@functools.cache
+def saturates() -> bool:
+    """Whether products of uint8 by int8 saturate on this processor: the largest there are, tried once."""
+    import onnxruntime as ort
+
+    x = np.full((8, 64), 255, np.uint8)
+    weight = np.full((64, 8), 127, np.int8)
+    weight[:, ::2] = -128
+    node = helper.make_node("MatMulInteger", ["x", "weight"], ["sums"])
+    held = helper.make_tensor("weight", TensorProto.INT8, weight.shape, weight.tobytes(), raw=True)
+    ports = [
+        helper.make_tensor_value_info("x", TensorProto.UINT8, [None, 64]),
+        helper.make_tensor_value_info("sums", TensorProto.INT32, [None, 8]),
+    ]
+    graph = helper.make_graph([node], "sums", ports[:1], ports[1:], [held])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return not all(
+        np.array_equal(session.run(None, {"x": rows})[0], rows.astype(np.int32) @ weight.astype(np.int32))
+        for rows in (x, x[:1])  # a single row has a kernel of its own
+    )
 
 
 def _numbers(tensor: Tensor | None) -> np.ndarray[Any, Any]:
