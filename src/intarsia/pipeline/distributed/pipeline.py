@@ -138,13 +138,11 @@ class DistributedPipeline(RankStages):
         self.seed: int = world.agreed_seed(chosen.seed)
         self.steps: int = 0
         self._inferences = 0
+        self._is_checked = False  # whether this pipeline trains and has looked for old copies
         self._deferred = defer_statistics(parts.values(), chosen.deferred_batch_norm)
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
         world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
-        refuse_old_copies(stages, open_parts, world)
-        if self.loss is not None:
-            note_trainers(stages, self.stage_ranks, world)
         if world.shard is not None:
             if chosen.scaler is not None:
                 raise PartitionError("scaler= with a mesh that shards stages is not handled; use bfloat16")
@@ -213,6 +211,7 @@ class DistributedPipeline(RankStages):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
     ) -> StepResult:
+        self._refuse_old_copies()
         own = list(self.parameters())
         scale_of = partial(own_scale, self.scaler, own, self.device)
         batch = agree(self._terms, args, kwargs, target, loss, scale_of)
@@ -264,6 +263,15 @@ class DistributedPipeline(RankStages):
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)
         return result
+
+    def _refuse_old_copies(self) -> None:
+        """Raise if another pipeline has trained weights of this one. One that trains looks only once."""
+        if self._is_checked:
+            return
+        refuse_old_copies(self._stages, self.parts.values(), self.world)
+        if self.loss is not None:
+            note_trainers(self._stages, self.stage_ranks, self.world)
+            self._is_checked = True
 
     def _key(self, training: bool) -> RandomKey:
         """The key of this replica's first micro-batch. Micro-batches are numbered over all replicas."""

@@ -6,7 +6,7 @@ example to evaluate it, a rank would compute with the first values of weights th
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping, Sequence
 
 import torch
 from torch import nn
@@ -14,25 +14,36 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.distributed.world import World, together
-from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.runtime.weights import tensor_digest
 
 _TRAINER: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 
 
-def note_trainers(stages: StageSequence, stage_ranks: list[int], world: World) -> None:
-    """Remember the rank of each weight. A tied weight is equal on its ranks."""
+def note_trainers(stages: Sequence[nn.Module], stage_ranks: Sequence[int], world: World) -> None:
+    """Remember the rank of each weight; of a tied weight, one of its ranks."""
     for stage, rank in zip(stages, stage_ranks, strict=True):
         for parameter in stage.parameters():
             _TRAINER[parameter] = world.mine[rank]
 
 
-def refuse_old_copies(stages: StageSequence, parts: list[nn.Module], world: World) -> None:
+def note_loaded(parts: Collection[nn.Module], world: World) -> None:
+    """This rank has read the weights of these parts, so its copies are present."""
+    for part in parts:
+        for parameter in part.parameters():
+            _TRAINER[parameter] = world.me
+
+
+def refuse_old_copies(stages: Sequence[nn.Module], parts: Collection[nn.Module], world: World) -> None:
     """Raise, on every rank, if the parts of a rank have a weight that another rank has trained meanwhile."""
-    named = dict(stages.named_parameters())
-    mine = {name: tensor_digest(p) for name, p in named.items() if _TRAINER.get(p) == world.me}
-    present = world.gather_objects(mine)
-    with together(world.everyone, "has old weights"):
+    held = {id(parameter) for part in parts for parameter in part.parameters()}
+    trained = {
+        name: tensor_digest(parameter)
+        for stage in stages
+        for name, parameter in stage.named_parameters()
+        if _TRAINER.get(parameter) == world.me and id(parameter) not in held
+    }
+    present = world.gather_objects(trained)
+    with together(world.everyone, "cannot run"):
         for name, parameter in (pair for part in parts for pair in part.named_parameters()):
             trainer = _TRAINER.get(parameter, world.me)
             digest = present.get(trainer, {}).get(name)
@@ -40,5 +51,5 @@ def refuse_old_copies(stages: StageSequence, parts: list[nn.Module], world: Worl
                 raise PartitionError(
                     f"rank {world.me} has an old copy of {name}, which rank {trainer} trains in another"
                     " pipeline: use the same cuts for both, such as cuts=[cut.node for cut in"
-                    " stages.report.cuts], or weights=, a checkpoint"
+                    " stages.report.cuts], or load a checkpoint"
                 )
