@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import numpy
 import pytest
@@ -15,7 +17,8 @@ import intarsia
 from intarsia.capture.example import copied_call, distinct_inputs, fresh_copy
 from intarsia.capture.protect import undisturbed
 from intarsia.checkpoint.linear import PackedLinear
-from intarsia.errors import CaptureError
+from intarsia.errors import CaptureError, InputError
+from intarsia.pipeline import split
 
 
 class Difference(nn.Module):
@@ -135,6 +138,15 @@ def test_wrong_wishes_are_told_in_a_sentence() -> None:
         intarsia.compile(nn.ReLU(), (x,), min_block_size="3")  # type: ignore[arg-type]
     with pytest.raises(intarsia.errors.InputError, match="args must be a tuple"):
         intarsia.compile(nn.ReLU(), x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("use", [intarsia.compile, intarsia.explain, split])
+@pytest.mark.parametrize(
+    ("wrong", "what"), [(torch.relu, "a builtin_function_or_method"), (nn.ReLU, "the class ReLU")]
+)
+def test_what_is_no_model_is_told(use: Callable[..., Any], wrong: Any, what: str) -> None:
+    with pytest.raises(InputError, match=f"a model must be an nn.Module.* not {what}"):
+        use(wrong, (torch.ones(2, 4),))
 
 
 def test_compiling_in_several_threads_moves_no_generator() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -65,6 +66,28 @@ def test_what_export_takes_compiles(kind: type[nn.Module]) -> None:
     with torch.no_grad():
         expected = model(x)
     torch.testing.assert_close(intarsia.compile(model, (x,), fallback="error")(x), expected)
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(4, 4)  # has its weights in a list, too
+        self.positions: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.positions is None:
+            self.positions = torch.arange(4.0)
+        return self.cells(x + self.positions)[0]
+
+
+def test_tensors_that_an_export_assigns_are_not_told_by_torch() -> None:
+    """torch asks for buffers instead; what a run of the model changes, the compile finds by running it."""
+    model, x = Remembers().eval(), torch.rand(3, 2, 4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fast = intarsia.compile(model, (x,))
+    assert not any("assigned during export" in str(warning.message) for warning in told)
+    torch.testing.assert_close(fast(x), model(x).detach())
 
 
 def test_a_module_without_eval_is_captured_in_evaluation() -> None:

@@ -118,7 +118,7 @@ CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:PyTorch runs this call", "ignore:.*assigned during export")
+@pytest.mark.filterwarnings("ignore:PyTorch runs this call")
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("name", CALLS)
 def test_special_values_are_answered_as_by_pytorch(name: str, engine: str) -> None:

@@ -119,6 +119,20 @@ def test_a_failure_at_a_call_is_answered_by_pytorch_once_told_and_for_good(fault
     assert step.program.failure is not None, "for good"
 
 
+@pytest.mark.filterwarnings("ignore:.*Sparse CSR tensor support")
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "mnn"])
+def test_an_input_without_plain_memory_is_no_failure_of_the_engine(engine: str) -> None:
+    """Engines take no sparse tensor, and MNN no lazy negative: PyTorch answers only these calls."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.linspace(-1, 1, 32).reshape(4, 8)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    negative = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert negative.is_neg()
+    for call in (x.to_sparse(), x.to_sparse_csr(), negative, x):
+        torch.testing.assert_close(fast(call), model(x).detach())
+    assert fast.plan.engines == (engine,)
+    assert not any("failed at a call" in note for note in fast.notes)
+
+
 class Lookup(nn.Module):
     def __init__(self) -> None:
         super().__init__()

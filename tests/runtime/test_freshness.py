@@ -115,6 +115,17 @@ def test_a_write_that_torch_does_not_count_is_noticed_within_eight_calls(
         _ = [fast(X) for _ in range(TURNS)]
 
 
+def test_a_write_that_was_noticed_stays_an_error() -> None:
+    model = deep()
+    fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1, verify=False)
+    _data(model[25].weight)
+    with pytest.raises(StaleWeightsError):
+        _ = [fast(X) for _ in range(TURNS)]
+    for _ in range(TURNS):
+        with pytest.raises(StaleWeightsError, match=r"^25\.weight of the model changed"):
+            fast(X)
+
+
 @pytest.mark.parametrize("write", [_data, _numpy])
 def test_a_write_to_a_large_weight_is_noticed_in_few_places(write: Callable[[torch.Tensor], None]) -> None:
     """Of weights that a file holds, each place that is read takes 64 KB of memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -39,10 +40,6 @@ def capture(
     """
     if isinstance(model, ExportedProgram):
         return _copied(model)
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"a model must be an nn.Module, not a {type(model).__name__}")
-    if not isinstance(args, list | tuple):
-        raise CaptureError(f"args must be a tuple of inputs, not a {type(args).__name__}")
     call = tuple(args), dict(kwargs or {})
     cache = next(filter(is_cache, pytree.tree_leaves(call, is_leaf=is_cache)), None)
     if cache is not None:
@@ -85,7 +82,10 @@ def _export(
         short_stack_traces(),
         opening(model, call),
         torch.no_grad(),
+        warnings.catch_warnings(),
     ):
+        # Lists of the weights of every LSTM, too. A model that a run changes is found by running it.
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
         return torch.export.export(model, *call, dynamic_shapes=dynamic_shapes, strict=False)
 
 

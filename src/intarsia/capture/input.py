@@ -127,8 +127,17 @@ def resolve(args: Sequence[Any]) -> Resolved:
     return Resolved(examples, dims, corners)
 
 
-def check_call(args: Any, kwargs: Any) -> None:
-    """Raise InputError for what is no call."""
+def check_model(model: Any, *kinds: type) -> None:
+    """Raise InputError for what is no model."""
+    if not isinstance(model, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds).replace("Module", "nn.Module")
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InputError(f"a model must be an {wanted}, not {given}")
+
+
+def check_call(model: Any, args: Any, kwargs: Any) -> None:
+    """Raise InputError for what is no model, or no call."""
+    check_model(model, nn.Module, ExportedProgram)
     if not isinstance(args, list | tuple):
         raise InputError(f"args must be a tuple of inputs, not a {type(args).__name__}")
     if kwargs is not None and not isinstance(kwargs, Mapping):

@@ -107,7 +107,7 @@ def _compile(
 ) -> Compiled | PartlyCompiled:
     """Compile a model, whole or in parts. An exception of another package becomes an InternalError."""
     began = time.perf_counter()
-    check_call(args, kwargs)
+    check_call(model, args, kwargs)
     try:
         with COMPILING, torch_logs_kept(), kept_random_state(), device_of(model, args, kwargs):
             job = prepare(options, model, args, kwargs, dynamic_shapes, began)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from intarsia.capture.input import check_model
 from intarsia.errors import CaptureError, IntarsiaError, PartitionError, error_text
 from intarsia.graph.line import Line
 from intarsia.graph.piece import place_of, places_of
@@ -95,6 +96,7 @@ def split(
     >>> len(parts), list(parts.state_dict()) == list(model.state_dict())
     (2, True)
     """
+    check_model(model, nn.Module)
     if way not in ("graph", "modules"):
         raise PartitionError(f"way={way!r} is neither 'graph' nor 'modules'")
     if by not in ("time", "memory"):

@@ -105,7 +105,7 @@ def check(
           the example: output 0 is off by 0.1 at ...
         note: the first node that differs is unknown: a plain function shows only its results
     """
-    check_call(args, kwargs)
+    check_call(model, args, kwargs)
     if tolerance is not None and not tolerance > 0:
         raise InputError(f"tolerance={tolerance!r} must be more than 0")
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)

@@ -62,7 +62,7 @@ def explain(
         Plan by dependency: 1 segment, 0 of 2 nodes (0%) on engines
     """
     checked = CompileOptions.of(**options)
-    check_call(args, kwargs)
+    check_call(model, args, kwargs)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
     device = device_kind(model, args, kwargs)
     refuse_autocast(device)

@@ -58,7 +58,7 @@ class CallInterface:
     @cached_property
     def fixed(self) -> list[FixedInput] | None:
         """Dtype, shape and device of every input, if all are tensors of fixed shapes."""
-        if self.plain_arguments < 0 or not self.in_order or self._guards:
+        if self.plain_arguments < 0 or not self.in_order or self._guards or self._complex:
             return None
         return fixed_inputs(self.checks)
 
@@ -66,6 +66,12 @@ class CallInterface:
     def _guards(self) -> Any:
         places = {item.name: item.index for item in self.lowered.inputs if item.index is not None}
         return read_guards(self.lowered.guards, places)
+
+    @cached_property
+    def _complex(self) -> set[int]:
+        """The places of complex tensors in a flattened call."""
+        pairs = enumerate(self.checks)
+        return {i for i, check in pairs if isinstance(check, TensorCheck) and check.dtype.is_complex}
 
     def check(self, flat: list[Any]) -> None:
         """Raise InputError, naming the input, if a flattened call does not pass the checks."""
@@ -75,6 +81,8 @@ class CallInterface:
 
     def feed(self, flat: list[Any]) -> list[Any]:
         """The graph's inputs: those of the call, and the buffers that the model changes."""
+        if self._complex:  # the graph calls `view_as_real`, which torch refuses for a lazy conjugate
+            flat = [v.resolve_conj() if i in self._complex else v for i, v in enumerate(flat)]
         if self.in_order:
             return flat
         buffers = self.lowered.buffers

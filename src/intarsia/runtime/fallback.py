@@ -107,7 +107,9 @@ class WithFallback:
         # If PyTorch fails too, the call is the cause, and its error is raised.
         answer = self.otherwise(*inputs)
         # Export assumes that `x[:1]` has a row, also for sizes that may be 0. Then the graph is the cause.
-        if self.failure is None and types_of(results) != types_of(answer):
+        # An engine reads plain memory: a sparse or lazily negated input is no failure of it.
+        is_plain = all(map(_is_plain, inputs))
+        if self.failure is None and is_plain and types_of(results) != types_of(answer):
             self.failure = reason
             warnings.warn(
                 f"{self.engine} failed at a call ({reason}); PyTorch runs this segment from now on",
@@ -167,6 +169,13 @@ class InPyTorch:
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         with torch.no_grad():
             return tuple(self._ownership.own(tuple(self._origin.module(*inputs)), inputs))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a tensor's memory holds its values, so that an engine can read them there."""
+    return not isinstance(value, torch.Tensor) or (
+        value.layout is torch.strided and not value.is_neg() and not value.is_conj()
+    )
 
 
 def types_of(outputs: Sequence[Any]) -> list[ResultType | None]:

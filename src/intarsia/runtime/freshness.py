@@ -146,9 +146,9 @@ class Freshness:
         if thorough:
             is_fresh = is_fresh and all(share.is_sampled_alike() for share in self._shares)
         elif is_fresh:
-            turn = self._turn
-            self.advance()
-            is_fresh = self._shares[turn].is_sampled_alike()
+            is_fresh = self._shares[self._turn].is_sampled_alike()
+            if is_fresh:  # otherwise the next call reads the same samples, and sees the same change
+                self.advance()
         if is_fresh:
             return None
         names = (w.name for place, w in enumerate(self._weights) if place in self._stepped or w.is_written())

@@ -124,15 +124,15 @@ class World:
     @contextmanager
     def summing(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """The context of a step, at whose end the gradients of the step are summed over the replicas."""
-        if self.data is None:
+        trainable = [p for p in parameters if p.requires_grad]
+        if self.data is None or not trainable:
             yield
             return
-        trainable = [p for p in parameters if p.requires_grad]
         with gradients_of_step(trainable):
             yield
             # Another replica may use a parameter that this one does not. If none does, it has no gradient.
             missing = [float(p.grad is None) for p in trainable]
-            counts = torch.tensor(missing, device=trainable[0].device if trainable else None)
+            counts = torch.tensor(missing, device=trainable[0].device)
             dist.all_reduce(counts, group=self.data)
             replicas = dist.get_world_size(self.data)
             used = [p for p, count in zip(trainable, counts.tolist(), strict=True) if count < replicas]
