@@ -202,6 +202,7 @@ def test_a_mix_that_wins_is_returned_and_remembered(table: dict[str, int]) -> No
 
 
 @pytest.mark.openvino
+@pytest.mark.usefixtures("no_hurry")
 @pytest.mark.parametrize("budget_s", [None, 200])
 def test_without_a_budget_equal_layers_are_measured_only_on_engines_near_the_best(
     table: dict[str, int], monkeypatch: pytest.MonkeyPatch, budget_s: float | None

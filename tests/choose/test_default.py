@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.choose import measured, search, standings
+from intarsia.choose import measured, standings
 from intarsia.choose.measured import Measured
 from intarsia.engines import Inductor
 from intarsia.engines.inductor import engine as inductor_engine
@@ -62,11 +62,11 @@ def _x(width: int) -> torch.Tensor:
 
 
 @pytest.mark.openvino
+@pytest.mark.usefixtures("no_hurry")
 def test_the_default_measures_every_quick_engine_and_the_model_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     races = _races(monkeypatch, {"onnxruntime": 1e-9})
-    monkeypatch.setattr(search, "_AGAIN", 1e6)  # a busy machine may have no time for the second engine
     model = Net(LARGE).eval()
     fast = intarsia.compile(model, (_x(LARGE),))
     assert {"openvino", "onnxruntime", "pytorch", "eager"} <= set(races.log[0])
@@ -77,6 +77,7 @@ def test_the_default_measures_every_quick_engine_and_the_model_itself(
     assert again.plan.findings.remembered and len(races.log) == count
 
 
+@pytest.mark.usefixtures("no_hurry")
 def test_nobody_loses_against_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _races(monkeypatch, {"eager": 1e-9})
     model, x = Net(LARGE).eval(), _x(LARGE)
@@ -248,6 +249,7 @@ def test_no_slow_engine_takes_part_in_the_usual_order(monkeypatch: pytest.Monkey
     assert "pytorch" in fast.plan.engines and "inductor" not in fast.plan.engines
 
 
+@pytest.mark.usefixtures("no_hurry")
 def test_a_model_on_a_gpu_is_measured_as_it_is_too(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whatever is on a GPU is tried as a CUDA graph; without one here, a note says that it cannot be.
     monkeypatch.setattr("intarsia.compiler.assembler.uses_gpu", lambda graph: True)
@@ -273,6 +275,7 @@ def test_measuring_leaves_no_trace_in_the_model() -> None:
 
 
 @pytest.mark.openvino
+@pytest.mark.usefixtures("no_hurry")
 def test_a_plan_that_memory_has_no_room_for_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
     monkeypatch.setattr("intarsia.choose.race.free_bytes", lambda: 2**20)

@@ -53,6 +53,7 @@ from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weights_of
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.sharded import check_plan, parallelize_stages, shard_stages
+from intarsia.pipeline.distributed.trainers import note_trainers, refuse_old_copies
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.gpipe.keyed_random import RandomKey
@@ -137,6 +138,7 @@ class DistributedPipeline(RankStages):
         self.seed: int = world.agreed_seed(chosen.seed)
         self.steps: int = 0
         self._inferences = 0
+        self._is_checked = False  # whether this pipeline trains and has looked for old copies
         self._deferred = defer_statistics(parts.values(), chosen.deferred_batch_norm)
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
@@ -209,6 +211,7 @@ class DistributedPipeline(RankStages):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
     ) -> StepResult:
+        self._refuse_old_copies()
         own = list(self.parameters())
         scale_of = partial(own_scale, self.scaler, own, self.device)
         batch = agree(self._terms, args, kwargs, target, loss, scale_of)
@@ -260,6 +263,15 @@ class DistributedPipeline(RankStages):
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)
         return result
+
+    def _refuse_old_copies(self) -> None:
+        """Raise if another pipeline has trained weights of this one. One that trains looks only once."""
+        if self._is_checked:
+            return
+        refuse_old_copies(self._stages, self.parts.values(), self.world)
+        if self.loss is not None:
+            note_trainers(self._stages, self.stage_ranks, self.world)
+            self._is_checked = True
 
     def _key(self, training: bool) -> RandomKey:
         """The key of this replica's first micro-batch. Micro-batches are numbered over all replicas."""

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.distributed.saved import load_checkpoint, save_checkpoint
 from intarsia.pipeline.distributed.sharded import own_part, whole
+from intarsia.pipeline.distributed.trainers import note_loaded
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.tied import Tied
@@ -113,6 +114,7 @@ class RankStages(StageSequence):
         if strict and (unknown or missing):
             raise InputError(f"state_dict does not fit: missing {missing}, unexpected {unknown}")
         super().load_state_dict({key: state_dict[key] for key in own if key in state_dict}, strict=False)
+        note_loaded(self.parts.values(), self.world)
 
     def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of model and optimizer that any other cut can load. All ranks call it.
@@ -132,6 +134,7 @@ class RankStages(StageSequence):
         """
         names, keys = dict(self.named_parameters()), self.keys if strict else None
         counters = load_checkpoint(path, self.state_dict(), names, optimizer, keys, self.world.everyone)
+        note_loaded(self.parts.values(), self.world)
         self.seed = counters.get("seed", self.seed)
         self.steps = counters.get("steps", self.steps)
 

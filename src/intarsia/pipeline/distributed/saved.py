@@ -31,7 +31,8 @@ from intarsia.pipeline.stages.tied import global_rank
 from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
 
 Options = dict[str, Any]  # the options of an optimizer by name, such as a learning rate
-_MEMBERS = ("params", "param_names")  # of a group, which another cut divides differently
+# The members of a group, which another cut divides differently, and how its steps are computed.
+_NOT_SAVED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Options]:
@@ -43,7 +44,7 @@ def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor
     """
     by_name: dict[str, Options] = {}
     for group, own in zip(optimizer.param_groups, _names_by_group(optimizer, names), strict=True):
-        options = {name: _plain(name, value) for name, value in group.items() if name not in _MEMBERS}
+        options = {name: _plain(name, value) for name, value in group.items() if name not in _NOT_SAVED}
         by_name |= dict.fromkeys(own, options)
     return by_name
 
@@ -178,9 +179,13 @@ def load_checkpoint(
         return read
     for parameter in names.values():  # a state that is not in the checkpoint did not exist at that time
         optimizer.state.pop(parameter, None)
+    # As in torch: a number, such as a count of steps, is on the CPU unless a kernel reads it.
+    kernels = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    on_device = {id(p) for own in kernels for p in own}
     for key, (name, slot) in slots.items():
         value, parameter = flat[key], names[name]
-        optimizer.state[parameter][slot] = value.to(parameter.device) if value.ndim else value
+        moves = value.ndim > 0 or id(parameter) in on_device
+        optimizer.state[parameter][slot] = value.to(parameter.device) if moves else value
     set_options(optimizer, options)
     return read
 
