@@ -30,11 +30,14 @@ def note_loaded(parts: Collection[nn.Module], world: World) -> None:
     """This rank has read the weights of these parts, so its copies are present."""
     for part in parts:
         for parameter in part.parameters():
-            _TRAINER[parameter] = world.me
+            if parameter in _TRAINER:
+                _TRAINER[parameter] = world.me
 
 
 def refuse_old_copies(stages: Sequence[nn.Module], parts: Collection[nn.Module], world: World) -> None:
     """Raise, on every rank, if the parts of a rank have a weight that another rank has trained meanwhile."""
+    if not any(parameter in _TRAINER for stage in stages for parameter in stage.parameters()):
+        return  # on every rank: none of these weights is trained, so a pipeline that only infers asks nothing
     held = {id(parameter) for part in parts for parameter in part.parameters()}
     trained = {
         name: tensor_digest(parameter)
