@@ -43,7 +43,7 @@ test-slow: install
 	$(PYTEST) -m "slow and not full and not gpu"
 
 test-full: install
-	$(PYTEST)
+	$(PYTEST) --timeout 7200
 
 # All samples of every operator on every engine, and its edges, in an hour; stopped and started again, it goes on where it was.
 coverage: DTYPES := float32 float16 bfloat16 int32 int64 bool

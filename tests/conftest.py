@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,6 +43,14 @@ def pytest_collection_finish() -> None:
     """Keep the collector from searching the imported modules again: they stay until the end."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the clock by seconds. Nothing else does, so the speed of the machine decides nothing."""
+    passed: list[float] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: math.fsum(passed))
+    return passed.append
 
 
 def _has_openvino_parameter(item: pytest.Item) -> bool:

@@ -125,22 +125,13 @@ torch.testing.assert_close(intarsia.load("saved.intarsia")(*args), model(*args))
 
 
 class Environment:
-    """An empty environment with the wheel and one extra; of this one's packages it has torch alone.
+    """An environment with the wheel and an extra, which links to packages of another environment."""
 
-    pip finds torch's metadata, so torch is not downloaded, and what torch requires is installed.
-    """
-
-    def __init__(self, folder: Path, wheel: Path, extra: str) -> None:
-        venv.create(folder, with_pip=True, symlinks=True)
-        self.bin, (site,) = folder / "bin", folder.glob("lib/python*/site-packages")
-        ours = Path(torch.__file__).parents[1]
-        for path in [
-            *ours.glob("torch"),
-            *ours.glob("torch-*"),
-            *ours.glob("torchgen"),
-            *ours.glob("functorch"),
-        ]:
-            (site / path.name).symlink_to(path)
+    def __init__(self, folder: Path, wheel: Path, extra: str, linked: list[Path]) -> None:
+        venv.create(folder, symlinks=True)
+        self.bin, (self.site,) = folder / "bin", folder.glob("lib/python*/site-packages")
+        for path in linked:
+            (self.site / path.name).symlink_to(path)
         target = f"{wheel}[{extra}]" if extra else str(wheel)
         install = [self.bin / "python", "-m", "pip", "install", "--quiet", "--no-compile", target]
         _run([*install, "--constraint", ROOT / "constraints.txt"], cwd=folder)
@@ -171,23 +162,37 @@ class Environment:
 
 def _run(command: list[str | Path], cwd: Path, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False
+        list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, (command, done.stdout, done.stderr)
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
+    """The wheel without an extra. Of this environment's packages it has torch and pip alone.
+
+    pip finds torch's metadata, so torch is not downloaded, and what torch requires is installed.
+    """
+    ours = Path(torch.__file__).parents[1]
+    names = ("torch", "torch-*", "torchgen", "functorch", "pip", "pip-*")
+    linked = [path for name in names for path in ours.glob(name)]
+    return Environment(tmp_path_factory.mktemp("plain"), wheel, "", linked)
 
 
 EXTRAS = ["", *(name for name in PROJECT["optional-dependencies"] if name not in FOR_DEVELOPERS)]
 _ALWAYS = ("", "onnxruntime", "serve", "all")  # the others take as long, and show little that these do not
 
 
-@pytest.mark.timeout(900)  # packages are downloaded
 @pytest.mark.parametrize(
     "extra",
     [pytest.param(e, marks=pytest.mark.slow if e in _ALWAYS else pytest.mark.full) for e in EXTRAS],
 )
-def test_an_extra_installs_what_it_needs(extra: str, wheel: Path, tmp_path: Path) -> None:
-    environment = Environment(tmp_path / "env", wheel, extra)
+def test_an_extra_installs_what_it_needs(extra: str, plain: Environment, wheel: Path, tmp_path: Path) -> None:
+    environment = plain
+    if extra:  # beside the packages that every environment has
+        linked = [path for path in plain.site.iterdir() if not path.name.startswith("intarsia")]
+        environment = Environment(tmp_path / "env", wheel, extra, linked)
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "model.py").write_text(MODEL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", re.S)
-SCRIPT = re.compile(r"# (\w+\.py)\n")  # a block that is a file; commands below it run it
+SCRIPT = re.compile(r"# (\w+\.py)\n")  # a block that is a file, which tests/pipeline/test_mesh.py runs
 
 
 def _blocks(page: Path) -> list[tuple[str, str | None]]:
@@ -41,23 +40,6 @@ def test_blocks_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.M
             exec(compile(code, "example.py", "exec"), module.__dict__)
         if expected is not None:
             assert printed.getvalue() == expected
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_scripts_of_several_processes_run_by_their_commands(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "pipeline_processes.md").read_text()
-    scripts = {block.split()[1]: block for block, _ in BLOCK.findall(page) if SCRIPT.match(block)}
-    commands = re.findall(r"^torchrun --nproc_per_node (\d) (\w+\.py)(?: (\w+))?", page, re.M)
-    assert {name for _, name, _ in commands} == scripts.keys()
-    for ranks, name, argument in commands:
-        (tmp_path / name).write_text(scripts[name])
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
-        done = subprocess.run(
-            [*command, name, *filter(None, [argument])], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert re.search(r"loss \d", done.stdout), done.stdout
 
 
 def test_the_gains_of_the_readme_are_those_of_the_measurements() -> None:

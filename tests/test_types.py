@@ -14,7 +14,6 @@ pytest.importorskip("pyright", reason="pyright, of the extra dev, measures it")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_at_least_95_percent_of_what_is_exported_has_a_known_type() -> None:
     # With --verifytypes, pyright 1.1.414 asks the first `python` of PATH where packages are.
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

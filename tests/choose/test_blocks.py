@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import intarsia
-from intarsia.choose import mixes, standings
+from intarsia.choose import mixes, search, standings
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
 from intarsia.choose.findings import BlockCost
 from intarsia.choose.mixes import calibrated, path_cost, promising_mixes
@@ -56,10 +56,6 @@ def _graph(model: nn.Module) -> fx.GraphModule:
         model.eval(), (X,), {}, None, has_converter=registry.__contains__, drop_guards=False
     )
     return lowered.module
-
-
-def _six(module: fx.GraphModule) -> Blocks | None:
-    return find_blocks(module, (), 6)
 
 
 def _blocks(most: int = 6) -> Blocks:
@@ -214,8 +210,9 @@ def test_without_a_budget_equal_layers_are_measured_only_on_engines_near_the_bes
         return {name: (1.0 if name.startswith("openvino") else 1.4,) * 4 for name in calls}
 
     monkeypatch.setattr(standings, "race_plans", race)
+    monkeypatch.setattr(search, "_BLOCKS", (6,))
     # On a busy machine, what is left of a short compile is too little for blocks.
-    monkeypatch.setattr(Search, "_affordable_blocks", lambda search, _: _six(search.workshop.builder.module))
+    monkeypatch.setattr(search, "_RACE_S", 0.0)
     monkeypatch.setattr(Search, "_enough", lambda *_: False)
     engines, measured = ["openvino", "onnxruntime"], intarsia.Measured(budget_s=budget_s, candidates=())
     fast = intarsia.compile(Net().eval(), (X,), engines=engines, partition=measured, min_block_size=1)

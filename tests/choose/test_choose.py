@@ -279,7 +279,7 @@ def test_a_model_that_writes_is_not_written_to_by_measuring() -> None:
 
 
 def test_measured_for_real(model: nn.Module) -> None:
-    fast = _compile(model, Measured(budget_s=5), engines=["onnxruntime"])
+    fast = _compile(model, FEW, engines=["onnxruntime"])
     found = fast.plan.findings
     last = [trial for trial in found.trials if trial.final]
     assert found.trial(found.chosen) in last

@@ -236,7 +236,7 @@ def test_check_and_diff_of_a_file(intarsia: Command, models: str) -> None:
 
 
 def test_diff_of_short_arithmetic_is_a_difference(intarsia: Command, models: str) -> None:
-    short = ("--engines", "openvino-bf16", "-O", "tolerance=0.1", "-O", "min_block_size=1")
+    short = ("--engines", "onnxruntime-int8", "-O", "tolerance=0.1", "-O", "min_block_size=1")
     outcome = intarsia("diff", f"{models}:make", *short)
     assert outcome.code in (0, 1), outcome.err
     assert ("differs:" in outcome.out) == (outcome.code == 1)

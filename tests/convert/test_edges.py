@@ -61,7 +61,6 @@ def test_edges_are_mostly_answered_by_the_engine() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", drivers.ALL_ENGINES)
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_all_ops_at_their_edges(name: str, dtype: str, engine: str) -> None:

@@ -111,7 +111,6 @@ def test_taken_apart_at_the_edges(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
 @pytest.mark.parametrize("name", op_infos())
 def test_nothing_lowered_is_wrong(name: str, dtype: str) -> None:

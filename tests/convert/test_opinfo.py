@@ -78,7 +78,6 @@ SHARES = {
 GROUPS = {"float16": "halves", "bfloat16": "halves", "int32": "integers", "int64": "integers"}
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("engine", "group"), SHARES)
 def test_most_of_those_samples_run(engine: str, group: str) -> None:
     """What runs must not become what is refused, one converter after the other, without anyone noticing."""
@@ -111,7 +110,6 @@ def test_enough_ops_are_covered() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_all_samples(name: str, dtype: str) -> None:
     wrong = [
@@ -123,7 +121,6 @@ def test_all_samples(name: str, dtype: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(7200)
 def test_most_samples_run() -> None:
     tallies = measure_all(op_infos(), ("float32", "int64", "bool"), core=0)
     for engine, goal in GOALS.items():

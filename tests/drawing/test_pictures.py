@@ -91,7 +91,8 @@ def test_a_compiled_plan_draws_layers_before_and_after_rewriting() -> None:
 
 def test_a_measured_plan_draws_what_was_measured() -> None:
     pytest.importorskip("onnxruntime")
-    fast = intarsia.compile(nn.Linear(64, 64), (X,), partition=intarsia.Measured(budget_s=2, candidates=()))
+    measured = intarsia.Measured(budget_s=60, candidates=())
+    fast = intarsia.compile(nn.Linear(64, 64), (X,), engines=["onnxruntime"], partition=measured)
     drawing = fast.plan.drawing()
     assert "eager" in {trial.name for trial in drawing.trials} and len(drawing.trials) > 1
     assert [trial.name for trial in drawing.trials if trial.chosen] == [fast.plan.findings.chosen]

@@ -87,7 +87,7 @@ def test_computed_weights_keep_their_layout() -> None:
 
 def test_pytorch_is_raced_in_channels_last_where_it_may_win() -> None:
     model, x = Picture().eval(), torch.randn(2, 3, 6, 7)
-    measured = intarsia.Measured(budget_s=5)
+    measured = intarsia.Measured(budget_s=60)
     fast = intarsia.compile(model, (x,), engines=PyTorch(), partition=measured)
     assert "pytorch, channels_last" in {trial.name for trial in fast.plan.findings.trials}
     torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.convert.programs import network_of
@@ -10,6 +12,7 @@ from tests.functions import Function
 from tests.processors import BFLOAT16
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import intarsia
 from intarsia.engines import OpenVINO
@@ -210,5 +213,8 @@ def _agrees(model: nn.Module, x: torch.Tensor) -> None:
     # Unverified: what an engine answers wrongly would otherwise run in PyTorch.
     fast = intarsia.compile(model, (x,), engines=["openvino"], min_block_size=1, verify=False)
     assert fast.plan.engines == ("openvino",)
+    # Compared with float64: PyTorch's kernels for bfloat16 round in other places on other processors.
     with torch.no_grad():
-        torch.testing.assert_close(fast(x), model(x))
+        answers, truths = fast(x), copy.deepcopy(model).double()(x.double())
+    for answer, truth in zip(tree_leaves(answers), tree_leaves(truths), strict=True):
+        assert float((answer.double() - truth).abs().max() / truth.abs().max()) < 8 * torch.finfo(x.dtype).eps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -158,9 +159,13 @@ def test_what_has_no_integer_is_left_to_pytorch(engine: Any) -> None:
     fast = intarsia.compile(model, (X,), engines=[engine], tolerance=0.05)
     wild = X.clone()
     wild[0, 0, 0, 0] = torch.nan
-    with pytest.warns(UserWarning, match="PyTorch runs this call"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         found = fast(wild)
     torch.testing.assert_close(found, model(wild))
+    # On x86 without VNNI OpenVINO's products saturate, and PyTorch keeps those it answers wrongly.
+    if fast.plan.engines == (engine.name,):
+        assert any("PyTorch runs this call" in str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])

@@ -81,7 +81,7 @@ def test_pytorch_takes_rewrites_by_name() -> None:
 
 def test_vectors_are_raced_where_there_are_some() -> None:
     model, x = nn.Linear(32, 64, bias=False).bfloat16().eval(), torch.randn(1, 32).bfloat16()
-    fast = intarsia.compile(model, (x,), partition=intarsia.Measured(budget_s=2))
+    fast = intarsia.compile(model, (x,), engines=PyTorch(), partition=intarsia.Measured(budget_s=60))
     assert "pytorch, vector_products" in {trial.name for trial in fast.plan.findings.trials}
 
 

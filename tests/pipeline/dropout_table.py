@@ -9,14 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from pathlib import Path
 
 import torch
 from pipeline_compare import MODES
 from rank_dropout import A_RANK, gpipe_run
 from rank_launch import launch
 
-WORKER = Path(__file__).with_name("rank_dropout.py")
 MODELS = ("gpt", "t5", "vit")
 SCHEDULES = ("GPipe", "1F1B", "ZeroBubble", *A_RANK)
 Row = dict[str, float]
@@ -25,7 +23,7 @@ Row = dict[str, float]
 def on_ranks(way: str, world: int, *names: str) -> dict[str, Row]:
     """The largest errors of any rank, by model."""
     rows: dict[str, Row] = {name: {"loss": 0.0, "weight": 0.0} for name in names}
-    for status, output in launch(way, *names, worker=WORKER, world=world, fork=True, limit=600):
+    for status, output in launch(":".join(["rank_dropout.trained", way, *names]), world=world):
         assert status == 0, output
         for line in output.splitlines():
             if line.startswith("{"):
@@ -60,7 +58,7 @@ def every_way():
             f"{schedule}, 2 ranks, modules recomputed by name",
             lambda s=schedule: on_ranks(f"recompute:{s}", 2, *MODELS),
         )
-    yield "1F1B, mesh of 2 x 2", lambda: on_ranks("mesh", 4, *MODELS)
+    yield "1F1B, mesh of 2 x 2", lambda: on_ranks("mesh:", 4, *MODELS)
     yield "1F1B, 3 ranks resume what 2 saved", lambda: resumed(*MODELS)
 
 

@@ -1,17 +1,15 @@
 """Tiny models with dropout, trained plainly by keys and in every way a pipeline runs: the errors of each way.
 
-As a script, one rank of a distributed way: `rank_dropout.py WAY NAME...`, where a WAY is `schedule:ZBV`,
-`recompute:1F1B`, `mesh`, `shard`, `save:FOLDER` or `resume:FOLDER`, or the last two with stages that are
-sharded inside, `shardsave:FOLDER`. Prints a row of JSON for each model.
+Over processes, a way is `schedule:ZBV`, `recompute:1F1B`, `mesh:`, `shard:`, `save:FOLDER`, `resume:FOLDER`,
+or the last two with stages that are sharded inside, `shardsave:FOLDER`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
-import sys
-from datetime import timedelta
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from intarsia.pipeline import keyed_random, split
+from intarsia.pipeline import Stages, keyed_random, split
 from intarsia.pipeline.distributed.sharded import whole
 
 STEPS, SEED, BATCH, VOCABULARY = 4, 5, 8, 40
@@ -76,6 +74,7 @@ def cut_call(call: dict[str, Any], count: int) -> list[dict[str, Any]]:
     return [{k: v[i] for k, v in pieces.items()} for i in range(count)]
 
 
+@functools.cache
 def plain_run(name: str, count: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """The losses of a plain loop over `count` micro-batches, and its weights before and after."""
     model, call, target = make(name)
@@ -123,20 +122,41 @@ def gpipe_run(name: str, chunks: int, checkpoint: str, names: bool = False) -> d
     return errors(losses, model.state_dict(), plain_run(name, chunks))
 
 
-def distributed_run(way: str, name: str) -> dict[str, float]:
-    """The errors of a way over processes, on this rank."""
-    kind, _, argument = way.partition(":")
+@functools.cache
+def cut(name: str, stages: int) -> tuple[Stages, dict[str, Any], Tensor]:
+    """The stages of a model, a call of it, and its target."""
+    model, call, target = make(name)
+    return split(model, (), call, stages=stages, by="memory"), call, target
+
+
+def stages_of(kind: str, argument: str) -> int:
+    """How many stages a way has."""
+    on_mesh = kind == "mesh" or kind.startswith("shard")
+    return 2 if on_mesh else int(os.environ["WORLD_SIZE"]) * A_RANK.get(argument, 1)
+
+
+def prepare(kind: str = "", argument: str = "", *names: str) -> None:
+    """Before ranks are forked: models are cut, and run plainly."""
+    for name in names:
+        cut(name, stages_of(kind, argument))
+        plain_run(name, 4)
+
+
+def trained(kind: str, argument: str, *names: str) -> None:
+    """A row of JSON for each model: the errors of a way on this rank."""
+    for name in names:
+        print(json.dumps({"model": name} | distributed_run(kind, argument, name)), flush=True)
+
+
+def distributed_run(kind: str, argument: str, name: str) -> dict[str, float]:
     schedule = argument if kind in ("schedule", "recompute") else "1F1B"
     sharded = kind.startswith("shard")
     count = 2 if kind == "mesh" or sharded else 4
     options: dict[str, Any] = {"checkpoint": RECOMPUTED[name]} if kind == "recompute" else {}
-    model, call, target = make(name)
-    world = dist.get_world_size()
     axes = ("data", "pipeline") if kind == "mesh" else ("pipeline", "shard")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes) if kind == "mesh" or sharded else None
-    stages = 2 if mesh is not None else world * A_RANK.get(schedule, 1)
     torch.manual_seed(dist.get_rank())  # each rank's own generator has no part in it
-    parts = split(model, (), call, stages=stages, by="memory")
+    parts, call, target = cut(name, stages_of(kind, argument))
     pipe = parts.distributed(
         schedule,
         count,
@@ -166,7 +186,7 @@ def distributed_run(way: str, name: str) -> dict[str, float]:
     return errors(losses, weights, plain_run(name, 4), first)
 
 
-def share_kept() -> float:
+def masks() -> None:
     """What two layers of dropout keep, one on each of two ranks that were seeded alike, as users do."""
     torch.manual_seed(0)
     x = torch.ones(64, 64)
@@ -174,25 +194,4 @@ def share_kept() -> float:
     pipe = parts.distributed("1F1B", 2, loss_fn=lambda y, _: y.sum(), check_loss=False)
     kept = torch.zeros(()) if (y := pipe.infer(x)) is None else (y != 0).float().mean()
     dist.broadcast(kept, 1)
-    return kept.item()
-
-
-def prepare(_way: str, *names: str) -> None:
-    """Before ranks are forked: the modules of the models are imported."""
-    for name in names:
-        make(name)
-
-
-def main(way: str, *names: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=250))
-    if way == "masks":
-        print(json.dumps({"share": share_kept()}), flush=True)
-    for name in names:
-        print(json.dumps({"model": name, "way": way} | distributed_run(way, name)), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps({"share": kept.item()}), flush=True)

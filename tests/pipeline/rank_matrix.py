@@ -1,14 +1,12 @@
-"""One rank of the matrix: each architecture, schedule, checkpointing and autocast against the plain model."""
+"""Cases of ranks: each architecture, schedule, checkpointing and autocast against the plain model."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import json
-import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,12 +16,6 @@ from intarsia.pipeline import split
 
 SCHEDULES = {"GPipe": 2, "1F1B": 2, "Interleaved1F1B": 4, "ZeroBubble": 2}
 CHUNKS = 4
-
-
-def prepare(_steps: str, *names: str) -> None:
-    """Before ranks are forked: the modules of the models are imported."""
-    for name in names:
-        make(name)
 
 
 def plain_run(name: str, chunks: int, autocast: bool, steps: int):
@@ -77,8 +69,12 @@ def run_case(stages, start, name, schedule, checkpoint, autocast, steps, want) -
 
 
 def sample(*names: str) -> None:
-    """Two steps of two schedules: a case of rank_worker.py."""
+    """Two steps of two schedules."""
     rows(names, True, 2)
+
+
+def every_way(steps: str, *names: str) -> None:
+    rows(names, False, int(steps))
 
 
 def rows(names: Sequence[str], sample: bool, steps: int) -> None:
@@ -98,15 +94,3 @@ def rows(names: Sequence[str], sample: bool, steps: int) -> None:
                 print(json.dumps(row | {"rank": dist.get_rank()} | found), flush=True)
         if dist.get_rank() == 0:
             print(f"{name} took {time.perf_counter() - begin:.0f} s", flush=True)
-
-
-def main(names: list[str], steps: int) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=250))
-    torch.set_num_threads(1)
-    rows(names, False, steps)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[2:], int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""One rank of a test of replicas on a mesh, and of ranks that die: `rank_mesh.py CASE...`."""
+"""Cases of ranks: replicas on a mesh, and ranks that die."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pipeline_zoo import make
 from rank_training import Tagger, check_gradients, gradients
-from rank_worker import loss_of, run_cases
+from rank_worker import loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -196,7 +196,3 @@ def dies(victim="1"):
     # The process that holds the store goes last, as under a launcher.
     time.sleep(3.0 if dist.get_rank() == 0 else 0.0)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    run_cases(globals())

@@ -1,4 +1,4 @@
-"""One rank of a test of models cut on the meta device: `rank_meta.py CASE...`."""
+"""A case of ranks: models cut on the meta device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from pipeline_zoo import make
 from rank_training import check_gradients, gradients
-from rank_worker import loss_of, run_cases
+from rank_worker import loss_of
 
 from intarsia.errors import InputError
 from intarsia.pipeline.split import split
@@ -50,7 +50,3 @@ def meta(folder, saved):
             p, dict(model.named_parameters(remove_duplicate=False))[n], rtol=1e-3, atol=1e-4
         )
     print("meta ok", flush=True)
-
-
-if __name__ == "__main__":
-    run_cases(globals())

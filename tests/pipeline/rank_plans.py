@@ -1,4 +1,4 @@
-"""A case for `rank_worker.run_cases`: each plan that is returned runs, with the plain gradients."""
+"""A case of ranks: each plan that is returned runs, with the plain gradients."""
 
 from __future__ import annotations
 

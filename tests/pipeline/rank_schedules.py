@@ -1,4 +1,4 @@
-"""A case for `rank_worker.run_cases`: generators of schedules, run by torch's runtime in their own order."""
+"""Cases of ranks: generators of schedules, run by torch's runtime in their own order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a test of batches of any size and place, and of mixed precision: `rank_sizes.py CASE...`."""
+"""Cases of ranks: batches of any size and place, and mixed precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from pipeline_zoo import ResNet, make
 from rank_training import Tagger, check_gradients, gradients
-from rank_worker import SCHEDULES, loss_of, run_cases
+from rank_worker import SCHEDULES, loss_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -154,7 +154,3 @@ def named(*schedules):
     with pytest.raises(PartitionError, match=r"checkpoint names 'blocks\.9'"):
         parts.distributed(schedule, 4, loss_fn=loss_of, checkpoint=["blocks.9"])
     print("named ok", flush=True)
-
-
-if __name__ == "__main__":
-    run_cases(globals())

@@ -1,4 +1,4 @@
-"""One rank of a test of what training keeps: optimizers, scalers, norms, gradients that are None."""
+"""Cases of ranks: what training keeps, that is optimizers, scalers, norms, gradients that are None."""
 
 from __future__ import annotations
 

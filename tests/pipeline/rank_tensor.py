@@ -1,4 +1,4 @@
-"""One rank of a test of stages whose modules are divided over ranks: `rank_tensor.py CASE...`."""
+"""Cases of ranks: stages whose modules are divided over ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from rank_worker import run_cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -134,7 +133,3 @@ def tensor_refusals():
     with pytest.raises(InputError, match="is float64" if dist.get_rank() == 1 else "rank 1 refused"):
         pipe.step(mine, target=target)
     print("tensor_refusals ok", flush=True)
-
-
-if __name__ == "__main__":
-    run_cases(globals())

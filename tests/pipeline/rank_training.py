@@ -1,4 +1,4 @@
-"""One rank of a test of training: `rank_training.py CASE...`, started with RANK and WORLD_SIZE set."""
+"""Cases of ranks: training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipeline_zoo import make
-from rank_worker import SCHEDULES, close, loss_of, run_cases
+from rank_worker import SCHEDULES, close, loss_of
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -357,7 +357,3 @@ def _summary(plan):
         return plan
     choice = plan.choice
     return choice.schedule, choice.microbatches, choice.checkpoint, list(choice.cuts)
-
-
-if __name__ == "__main__":
-    run_cases(globals())

@@ -1,4 +1,4 @@
-"""One rank of a test of models that no graph holds, cut between their modules: `rank_tree.py CASE...`."""
+"""Cases of ranks: models that no graph holds, cut between their modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pipeline_zoo import make
 from rank_training import check_gradients, gradients
-from rank_worker import loss_of, run_cases
+from rank_worker import loss_of
 from test_compiled_stages import Decides
 from test_tree import Deep, Moody
 from torch import nn
@@ -228,7 +228,3 @@ def refusals():
         with pytest.raises(error, match=sentence):
             pipe.step(given, target=target)
     print("tree refusals ok", flush=True)
-
-
-if __name__ == "__main__":
-    run_cases(globals())

@@ -1,24 +1,18 @@
-"""One rank of a distributed test: `rank_worker.py CASE...`, started with RANK and WORLD_SIZE set."""
+"""Cases of ranks: every schedule against the plain model, batches, refusals, ranks that die."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 import os
-import sys
 import time
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_zoo import make
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pipeline_zoo import make
 
 from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline.split import split
@@ -253,23 +247,3 @@ def killed_of_three():
         pipe.step(x, target=torch.arange(8))
     print("killed ok", flush=True)
     os._exit(0)
-
-
-def run_cases(cases):
-    """Each argument is a case, `name` or `name:argument:argument`; one process group serves them all.
-
-    A name of another file's case has the file in front: `rank_tree.decides`.
-    """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
-    for case in sys.argv[1:]:
-        name, *rest = case.split(":")
-        module, _, name = name.rpartition(".")
-        found = vars(importlib.import_module(module)) if module else cases
-        found[name](*rest)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run_cases(globals())

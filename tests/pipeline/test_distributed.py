@@ -19,8 +19,7 @@ from torch import nn
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.split import split
 
-TRAINING = Path(__file__).with_name("rank_training.py")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first test waits for all cases
+pytestmark = pytest.mark.slow
 
 
 def shards_of_gpt2(folder: Path) -> Path:
@@ -34,14 +33,14 @@ def ranks(tmp_path_factory) -> list[tuple[int, str]]:
     """What both processes printed: starting a pair costs more than a case, so one pair runs them all."""
     folder = tmp_path_factory.mktemp("ranks")
     return launch(
-        "same_as_plain:gpt2:GPipe:ZBV",
-        "same_as_plain:unet:1F1B:DualPipeV",
-        "same_as_plain:t5:ZeroBubble",
-        "same_as_plain:llama:Interleaved1F1B",
-        "odd",
-        "lengths",
-        "refusals",
-        "trains",
+        "rank_worker.same_as_plain:gpt2:GPipe:ZBV",
+        "rank_worker.same_as_plain:unet:1F1B:DualPipeV",
+        "rank_worker.same_as_plain:t5:ZeroBubble",
+        "rank_worker.same_as_plain:llama:Interleaved1F1B",
+        "rank_worker.odd",
+        "rank_worker.lengths",
+        "rank_worker.refusals",
+        "rank_worker.trains",
         "rank_tree.decides:1F1B:ZBV",
         "rank_tree.structures",
         "rank_tree.refusals",
@@ -72,7 +71,7 @@ def ranks(tmp_path_factory) -> list[tuple[int, str]]:
         f"rank_meta.meta:{shards_of_gpt2(folder / 'gpt2')}:{folder / 'meta'}",
         # ALBERT's layers share their weights: torch's separate pass for them fails there.
         "rank_matrix.sample:albert",
-        limit=500.0,
+        fork=False,
     )
 
 
@@ -151,31 +150,37 @@ def test_an_architecture_of_the_matrix(ranks):
 
 @pytest.mark.full
 def test_autocast_in_every_schedule():
-    assert_passed(launch("autocast:mlp", "autocast:gpt2", worker=TRAINING), "autocast mlp ok", "gpt2 ok")
+    assert_passed(
+        launch("rank_training.autocast:mlp", "rank_training.autocast:gpt2"), "autocast mlp ok", "gpt2 ok"
+    )
 
 
 @pytest.mark.full
 def test_recomputation_in_every_schedule():
-    assert_passed(launch("recomputing:resnet", worker=TRAINING), "recomputing resnet ok")
+    assert_passed(launch("rank_training.recomputing:resnet"), "recomputing resnet ok")
 
 
 @pytest.mark.full
 def test_every_plan_of_a_grid_runs():
-    assert_passed(launch("plans:1:2:3:4:6:8", worker=TRAINING), "plans ok")
+    assert_passed(launch("rank_training.plans:1:2:3:4:6:8"), "plans ok")
 
 
 @pytest.mark.full
 def test_more_schedules_of_these_models():
-    cases = [f"same_as_plain:{name}" for name in ("gpt2", "unet", "t5", "llama")]
+    cases = [f"rank_worker.same_as_plain:{name}" for name in ("gpt2", "unet", "t5", "llama")]
     words = [f"gpt2 {schedule} ok" for schedule in SCHEDULES]
     assert_passed(
-        launch(*cases, "rank_tree.decides"), *words, "unet ZBV ok", "t5 DualPipeV ok", "llama ZBV ok"
+        launch(*cases, "rank_tree.decides", fork=False),
+        *words,
+        "unet ZBV ok",
+        "t5 DualPipeV ok",
+        "llama ZBV ok",
     )
 
 
 @pytest.mark.full
 def test_a_killed_rank_ends_the_other_with_a_clear_error():
-    (first, output), (second, _) = launch("killed")
+    (first, output), (second, _) = launch("rank_worker.killed")
     assert first == 0 and "killed ok" in output, output
     assert second == 9
 
@@ -192,5 +197,5 @@ def test_without_a_process_group():
 
 @pytest.mark.slow
 def test_the_rank_that_holds_the_store_lets_the_others_read_who_died():
-    (first, told), _, (third, also) = launch("killed_of_three", world=3)
+    (first, told), _, (third, also) = launch("rank_worker.killed_of_three", world=3)
     assert first == third == 0 and "killed ok" in told and "killed ok" in also, told + also

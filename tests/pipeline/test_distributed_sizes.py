@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from rank_launch import assert_passed, launch
@@ -12,12 +10,10 @@ from torch.nn import functional as F
 
 from intarsia.pipeline.distributed.loss import token_count
 
-WORKER = Path(__file__).with_name("rank_sizes.py")
-
 
 @pytest.mark.full
 def test_shorter_batches_under_every_schedule():
-    assert_passed(launch("shorter", "named", worker=WORKER), "shorter DualPipeV ok", "named ok")
+    assert_passed(launch("rank_sizes.shorter", "rank_sizes.named"), "shorter DualPipeV ok", "named ok")
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, nn.L1Loss(), nn.BCEWithLogitsLoss()])

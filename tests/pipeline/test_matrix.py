@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from rank_launch import launch
 
 from intarsia.pipeline import split
 
-WORKER = Path(__file__).with_name("rank_matrix.py")
 # Sums are taken in another order; under autocast what is rounded to bfloat16 may fall to the other side.
 EXACT = {"output": 1e-5, "gradient": 1e-4, "loss": 1e-4, "weight": 1e-3}
 AUTOCAST = {"output": 2e-2, "gradient": 2e-2, "loss": 1e-2, "weight": 2e-2}
@@ -86,5 +84,5 @@ def test_every_way_in_one_process(name):
 @pytest.mark.parametrize("group", range(4))
 def test_every_way_on_two_ranks(group):
     """Four schedules, checkpointing and autocast on and off, 20 steps each; three architectures a spawn."""
-    rows = checked_rows(launch("20", *NAMES[group::4], worker=WORKER, limit=1500, fork=True))
+    rows = checked_rows(launch(":".join(["rank_matrix.every_way", "20", *NAMES[group::4]])))
     assert len(rows) == 2 * 3 * 16

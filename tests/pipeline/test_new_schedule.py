@@ -67,7 +67,7 @@ def test_it_is_listed_and_drawn_in_the_command_line():
 
 def test_it_runs_over_processes_with_the_plain_gradients():
     """So do the others in the order of their generators, though torch has classes of its own for those."""
-    assert_passed(launch("rank_schedules.own_order", fork=True), *(f"{n} ok" for n in [NAME, *SCHEDULES]))
+    assert_passed(launch("rank_schedules.own_order"), *(f"{n} ok" for n in [NAME, *SCHEDULES]))
 
 
 @pytest.mark.slow
