@@ -44,11 +44,10 @@ GPU_REWRITES = (
 )  # fmt: skip
 _VECTORS = ("vector_products",)
 # torch 2.13: `x - floor(x / y) * y` and `floor(x / y)`, where eager uses `fmod`.
-_QUOTIENTS = frozenset(
-    overload
-    for packet in (torch.ops.aten.remainder, torch.ops.aten.floor_divide)
-    for overload in (getattr(packet, name) for name in packet.overloads())
-)
+_QUOTIENTS = (
+    torch.ops.aten.remainder.Tensor, torch.ops.aten.remainder.Scalar,
+    torch.ops.aten.floor_divide.default, torch.ops.aten.floor_divide.Scalar,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
