@@ -50,16 +50,6 @@ def test_strides_are_the_models(engine: str) -> None:
     assert last.view(-1).shape == (2 * 6 * 5 * 4,)
 
 
-@torch.no_grad()
-def test_strides_are_those_of_a_fast_path() -> None:
-    """In evaluation, eager answers in rows; the path that torch exports answers with the batch inside."""
-    model, x = nn.MultiheadAttention(16, 4, batch_first=True).eval(), torch.randn(2, 5, 16)
-    fast = intarsia.compile(model, (x, x, x), engines=["onnxruntime"], min_block_size=1)
-    made, truth = fast(x, x, x)[0], model(x, x, x)[0]
-    assert made.stride() == truth.stride()
-    torch.testing.assert_close(made.view(10, 16), truth.view(10, 16), atol=1e-5, rtol=1e-4)
-
-
 def test_one_result_and_sizes_that_vary() -> None:
     model = nn.Conv2d(3, 4, 3, padding=1).eval()
     sizes = ({0: Dim("batch", min=1, max=8)},)

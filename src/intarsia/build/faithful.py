@@ -165,12 +165,6 @@ def examples_of(
     return examples, notes
 
 
-def with_layouts_of(lowered: Lowered, captured: Call, examples: Sequence[Example]) -> Lowered:
-    """The lowered graph, whose results are laid out as the model's answer to the captured call."""
-    answers = [e.truth.leaves for e in examples if e.call is captured and e.truth is not None]
-    return replace(lowered, layouts=lowered.layouts.of_answer(answers[0])) if answers else lowered
-
-
 def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> list[Example]:
     """The user's further examples, with the answers of model and graph; InputError if one does not fit."""
     checks = checks_of(lowered)

@@ -39,7 +39,6 @@ from intarsia.build.faithful import (
     operators_of,
     suspects,
     whole_fault,
-    with_layouts_of,
 )
 from intarsia.build.judge import Answer, Judge
 from intarsia.build.trial import elements_of
@@ -211,7 +210,6 @@ class CompileJob:
             lowered, call = self._lowered()
             own, truth = self.request.call, captured.truth
             examples, unverified = examples_of(captured.judge, lowered, call, own, truth)
-            lowered = with_layouts_of(lowered, call, examples)
         notes = (*self.request.notes, *(effect.text for effect in effects), *unverified)
         differences = tuple(effect.text for effect in effects if effect.follows == "warning")
         return LoweredModel(lowered, examples, notes, differences=differences)

@@ -11,7 +11,7 @@ reports that. A loaded module has no model and returns copies of weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -210,21 +210,6 @@ class Layouts:
         """Whether the images of a call have the example's layout; None if only some have."""
         same = {has_channels_last(flat[place]) == last for place, last in self.images}
         return None if len(same) > 1 else same != {False}
-
-    def of_answer(self, leaves: Sequence[Any]) -> Layouts:
-        """The same, with the orders of the model's own results for the captured call.
-
-        A module with a fast path (`nn.MultiheadAttention`) exports another path, whose results have other
-        strides. A result with an axis of one element does not show its order.
-        """
-        if len(leaves) != len(self.orders):
-            return self
-        pairs = zip(self.orders, leaves, strict=True)
-        return replace(self, orders=tuple((_shown_order(leaf) if o else o) or o for o, leaf in pairs))
-
-
-def _shown_order(leaf: Any) -> Order | None:
-    return layout_of(leaf) if isinstance(leaf, torch.Tensor) and 1 not in leaf.shape else None
 
 
 IN_ROWS = Layouts()
