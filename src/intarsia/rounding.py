@@ -40,24 +40,29 @@ class Rounding:
         self, module: fx.GraphModule, inputs: Sequence[Any], expected: Sequence[Any], coarsest: float = 0.0
     ) -> None:
         self._runs, self._expected = _Runs(module, inputs, coarsest), expected
+        self._places: Sequence[int] = range(len(expected))  # of the answers among those of the graph
 
-    def of(self, expected: Sequence[Any]) -> Rounding:
-        """The rounding for another answer to the same inputs. The runs are shared."""
+    def of(self, expected: Sequence[Any], places: Sequence[int] | None = None) -> Rounding:
+        """The rounding for another answer to the same inputs, or for the values at some `places` of it.
+
+        The runs are shared.
+        """
         other = Rounding.__new__(Rounding)
         other._runs, other._expected = self._runs, expected
+        other._places = range(len(expected)) if places is None else places
         return other
 
     def error(self, index: int, answer: torch.Tensor) -> torch.Tensor | None:
         """The difference of each element of an output from float64; None if it is not known."""
-        precise = self._runs.precise
-        return _change(answer, precise[index]) if index < len(precise) else None
+        precise, place = self._runs.precise, self._places[index]
+        return _change(answer, precise[place]) if place < len(precise) else None
 
     def change(self, index: int, further_runs: int) -> torch.Tensor | None:
         """The largest change of each element of an output by rounding; None if it is not known."""
         change = self.error(index, self._expected[index])
         if change is None:
             return None
-        moved = self._runs.moved(further_runs)[index] if further_runs else None
+        moved = self._runs.moved(further_runs)[self._places[index]] if further_runs else None
         return change if moved is None else torch.maximum(change, moved)
 
 

@@ -14,11 +14,16 @@ from torch.nn import functional as F
 
 import intarsia
 from intarsia.build.judge import Judge
+from intarsia.build.trial import Case, Cases
 from intarsia.capture.example import Call
 from intarsia.engines import GraphEngine, Program
 from intarsia.errors import PartitionError
+from intarsia.graph.nodes import compute_nodes
+from intarsia.graph.piece import extract
+from intarsia.graph.plan import Plan, Segment
 from intarsia.lower import Lowered, size_examples
 from intarsia.lower.decompositions import register_decomposition, unregister_decomposition
+from intarsia.lower.model import lower_model
 
 
 @pytest.fixture
@@ -32,6 +37,26 @@ def wrong_decomposition() -> Iterator[Any]:
 
     yield operator
     unregister_decomposition(operator)
+
+
+def test_a_piece_that_is_the_whole_graph_takes_its_answers_in_the_order_of_the_piece() -> None:
+    class Reversed(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            early = torch.tanh(x)
+            return early.exp() + 1, early
+
+    x = torch.randn(3, 4)
+    lowered, _ = lower_model(Reversed(), (x,), {}, None, has_converter=bool, drop_guards=True)
+    graph = lowered.module.graph
+    (piece,) = extract(lowered.module, Plan((Segment("pytorch", tuple(compute_nodes(graph))),)))
+    whole = Case(lowered.module, [x], tuple(Reversed()(x)))
+    (source,) = (node for node in graph.nodes if node.op == "placeholder")
+    case = Cases(lowered.module, [whole]).of(piece, 0, {source: x})
+    assert case.expected[0] is whole.expected[1] and case.expected[1] is whole.expected[0]
+    for place in (0, 1):
+        torch.testing.assert_close(case.expected[place], piece.module(x)[place])
+        own, of_whole = case.rounding(0.0).change(place, 1), whole.rounding(0.0).change(1 - place, 1)
+        assert own is not None and of_whole is not None and torch.equal(own, of_whole)
 
 
 class Sums(nn.Module):

@@ -56,12 +56,17 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """The inputs of a piece, and PyTorch's results for them."""
+    """The inputs of a piece, and PyTorch's results for them.
+
+    A piece that is the `whole` graph gives the results at some `places` of it.
+    """
 
     module: fx.GraphModule
     inputs: list[Any]
     expected: tuple[Any, ...]
-    roundings: dict[float, Rounding] = field(default_factory=dict)
+    whole: Case | None = None
+    places: tuple[int, ...] = ()
+    _roundings: dict[float, Rounding] = field(default_factory=dict, init=False)
 
     @property
     def elements(self) -> int:
@@ -69,9 +74,11 @@ class Case:
 
     def rounding(self, coarsest: float) -> Rounding:
         """The effect of rounding on the answer. Its runs are made at the first access."""
-        if coarsest not in self.roundings:
-            self.roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest)
-        return self.roundings[coarsest]
+        if self.whole is not None:
+            return self.whole.rounding(coarsest).of(self.expected, self.places)
+        if coarsest not in self._roundings:
+            self._roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest)
+        return self._roundings[coarsest]
 
 
 def try_piece(
@@ -184,13 +191,12 @@ class Cases:
         return case
 
     def _new(self, piece: Piece, values: dict[fx.Node, Any], whole: Case | None) -> Case:
-        if whole is None or not self._is_whole(piece):
+        is_part = len({*piece.segment.nodes, *piece.segment.recomputed}) < self._count
+        if whole is None or is_part or any(node.name not in self._returned for node in piece.outputs):
             return case_of(piece, values)
-        return Case(piece.module, [values[node] for node in piece.inputs], whole.expected, whole.roundings)
-
-    def _is_whole(self, piece: Piece) -> bool:
-        nodes = {*piece.segment.nodes, *piece.segment.recomputed}
-        return len(nodes) == self._count and tuple(node.name for node in piece.outputs) == self._returned
+        places = tuple(self._returned.index(node.name) for node in piece.outputs)
+        expected = tuple(whole.expected[place] for place in places)
+        return Case(piece.module, [values[node] for node in piece.inputs], expected, whole, places)
 
 
 def case_of(piece: Piece, values: dict[fx.Node, Any]) -> Case:

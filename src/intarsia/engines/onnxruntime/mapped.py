@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime as ort
 from onnx import NodeProto, TensorProto, helper
 
 from intarsia.engines.onnxruntime.model import Model, Values
@@ -81,6 +80,8 @@ def _written(
     node: NodeProto, held: Mapping[str, TensorProto], values: Values, folder: Path, name: str
 ) -> list[Any]:
     """Write the product alone, with its weight as it is and packed; where the weight lies in that file."""
+    import onnxruntime as ort
+
     product = NodeProto()
     product.CopyFrom(node)
     del product.input[:], product.output[:]

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from intarsia.cache.machine import is_arm
 from intarsia.engines.base import Arrays
 from intarsia.errors import EngineError
@@ -22,6 +25,26 @@ def core() -> Any:
 def capabilities() -> list[str]:
     """The arithmetic that OpenVINO has kernels for on this processor: "FP32", "BF16", "INT8", ..."""
     return [str(name) for name in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")]
+
+
+@functools.cache
+def rounds_to_bfloat16() -> bool:
+    """Whether OpenVINO rounds to bfloat16 on this processor, by numbers that it does not hold, tried once.
+
+    On x86 without AVX-512, OpenVINO keeps their digits within a program, and cuts them off at its end. On ARM
+    its results are wrong, too.
+    """
+    import openvino
+    from openvino import opset13 as ov
+
+    x = ov.parameter([64], openvino.Type.f32)
+    short = ov.convert(x, "bf16")
+    model = openvino.Model([ov.add(ov.convert(short, "f32"), x), short], [x])
+    numbers = torch.linspace(1, 2, 64)
+    sums, halves = core().compile_model(model, "CPU", _IN_FLOAT32)([numbers.numpy()]).values()
+    found = torch.from_numpy(halves.view(np.int16).copy()).view(torch.bfloat16)
+    rounded = numbers.bfloat16()
+    return torch.equal(found, rounded) and torch.equal(torch.from_numpy(sums), rounded + numbers)
 
 
 def last_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from intarsia.cache.machine import is_arm
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
 from intarsia.engines.guards.planner import FINITE, of_rounded_product
+from intarsia.engines.openvino.core import rounds_to_bfloat16
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network.ops import COUNTS, MOVES_DATA, NORMALIZES, RECURRENT
@@ -94,7 +95,8 @@ def _refuses(layer: Layer) -> str | None:
         source = layer.get_inputs(0)[0]
         if source is not None and source.dtype in _SHORTS:  # longer ones are watched
             return f"{outputs[0].name} rounds {source.dtype.name}, which OpenVINO does differently"
-    if is_arm() and (reason := _refuses_on_arm(layer)) is not None:
+    reason = _refuses_on_this_processor(layer)
+    if reason is not None:
         return reason
     touched = [tensor for tensor in layer.get_inputs() if tensor is not None]
     for tensor in (*touched, *outputs):
@@ -105,17 +107,17 @@ def _refuses(layer: Layer) -> str | None:
     return None
 
 
-def _refuses_on_arm(layer: Layer) -> str | None:
+def _refuses_on_this_processor(layer: Layer) -> str | None:
     output = layer.get_outputs(0)[0]
-    if layer.kind == "ConvTranspose" and not _is_constant(layer.get_inputs(1)[0]):
+    if layer.kind == "ConvTranspose" and is_arm() and not _is_constant(layer.get_inputs(1)[0]):
         return f"{output.name} is a transposed convolution by weights that OpenVINO reads only once on ARM"
-    if output.dtype != ir.DataType.BFLOAT16:
+    if output.dtype != ir.DataType.BFLOAT16 or rounds_to_bfloat16():
         return None
     source = layer.get_inputs(0)[0]
     moved = layer.kind in _MOVES and (
         layer.kind != "Cast" or source is None or source.dtype not in dtypes.FLOATS
     )
-    return None if moved else f"{output.name} is rounded to bfloat16, which OpenVINO computes wrongly on ARM"
+    return None if moved else f"{output.name} is rounded to bfloat16, wrongly by OpenVINO on this processor"
 
 
 class OpenVINOLimits:
