@@ -45,7 +45,7 @@ GPU_REWRITES = (
 _VECTORS = ("vector_products",)
 # torch 2.13: `x - floor(x / y) * y` and `floor(x / y)`, where eager uses `fmod`.
 _QUOTIENTS = (
-    torch.ops.aten.remainder.Tensor, torch.ops.aten.remainder.Scalar,
+    torch.ops.aten.remainder.Tensor, torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Scalar_Tensor,
     torch.ops.aten.floor_divide.default, torch.ops.aten.floor_divide.Scalar,
 )  # fmt: skip
 
