@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from torch import nn
 
 import intarsia
 from intarsia.cache.machine import machine_key, package_version, processor_name
-from intarsia.cache.store import JsonStore, cache_directory
+from intarsia.cache.store import JsonStore, cache_directory, write_atomically
 from intarsia.engines import OnnxRuntime
 from intarsia.pipeline import balance_by_time
 from intarsia.pipeline.balance.profile import cache_path
@@ -62,6 +63,27 @@ def test_a_path_that_cannot_be_used_is_told_once(tmp_path: Path, kind: str) -> N
     assert any(f"cannot write {store.path}" in text and "not remembered" in text for text in said)
     assert len(said) == len(set(said)) <= 2
     assert not list(tmp_path.glob(".known*")), "no draft is left behind"
+
+
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    """A file moved onto `/dev/null` would replace the device."""
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(FileExistsError, match="is no regular file") as refused:
+            write_atomically(path, lambda file, _: file.write(b"1"))
+        assert refused.value.filename == str(path)
+    assert pipe.is_fifo()
+    link.symlink_to(file)
+    write_atomically(link, lambda file, _: file.write(b"1"))
+    assert link.is_symlink() and file.read_bytes() == b"1"
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "file"
+    with pytest.raises(FileNotFoundError) as missing:
+        write_atomically(path, lambda file, _: file.write(b"1"))
+    assert missing.value.filename == str(path)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,21 @@ class Attending(nn.Module):
         return seen.transpose(1, 2).reshape(x.shape), torch.arange(x.shape[1])
 
 
+class Quotients(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.relu(x) * 2, torch.remainder(x, 1.5), x // 1.5, torch.remainder(x, x.flip(0))
+
+
+def test_remainders_and_floored_quotients_of_floats_are_left_to_pytorch() -> None:
+    """Inductor's are wrong for large numbers: the remainder of 1e10 and 1.5 is 1, and Inductor gives 0."""
+    model, x = Quotients(), torch.linspace(-5, 5, 8)
+    fast = intarsia.compile(model, (x,), engines=["inductor"], min_block_size=1)
+    assert "inductor" in fast.plan.engines
+    large = torch.tensor([1e10, -1e7, 12345.678, torch.inf, -torch.inf, torch.nan, 0.5, -0.0])
+    for made, truth in zip(fast(large), model(large), strict=True):
+        torch.testing.assert_close(made, truth, equal_nan=True)
+
+
 def test_sizes_may_vary() -> None:
     model, length = Attending().eval(), torch.export.Dim("length", min=2, max=24)
 

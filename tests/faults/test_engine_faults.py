@@ -108,8 +108,9 @@ def test_a_failure_at_a_call_is_answered_by_pytorch_once_told_and_for_good(fault
     assert fast.plan.engines == ("faulty",)
     torch.testing.assert_close(fast(X), Net()(X))
     engine.broken.set()
-    with pytest.warns(UserWarning, match=f"faulty failed at a call .*{reason}"):
+    with pytest.warns(UserWarning, match=f"faulty failed at a call .*{reason}") as told:
         torch.testing.assert_close(fast(X), Net()(X))
+    assert told[0].filename == __file__, "the line of the call"
     engine.broken.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

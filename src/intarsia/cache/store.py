@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -108,8 +109,14 @@ def write_atomically(
     `write` is given the file and its temporary path. A `durable` file outlives a power cut, which takes
     milliseconds, and others may read it; what is only remembered is this user's own.
     """
-    target = Path(path)
-    descriptor, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():  # moving a file there would replace a device (/dev/null)
+        raise FileExistsError(errno.EEXIST, "it exists, and is no regular file", str(path))
+    try:
+        descriptor, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        error.filename = str(path)  # the user's, not the temporary one
+        raise
     try:
         with os.fdopen(descriptor, "wb") as file:
             write(file, beside)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from intarsia.cache.machine import package_version
 from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
-from intarsia.errors import EngineError, GuardError
+from intarsia.errors import EngineError, GuardError, warn
 
 if TYPE_CHECKING:
     from intarsia.network import Network
@@ -78,7 +77,7 @@ class GuardedProgram:
             raise GuardError(reason)
         if not self._told:
             self._told = True
-            warnings.warn(f"PyTorch runs this call in place of an engine: {reason}", stacklevel=3)
+            warn(f"PyTorch runs this call in place of an engine: {reason}")
         return self.otherwise(*inputs)
 
 

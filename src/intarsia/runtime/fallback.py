@@ -5,7 +5,6 @@ PyTorch takes over for good only if it has answered. If it fails too, the call i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import torch
 from torch import fx
 
 from intarsia.engines import Engine, GuardedProgram, NetworkEngine, Program
-from intarsia.errors import EngineError, error_text
+from intarsia.errors import EngineError, error_text, warn
 from intarsia.runtime.ownership import Ownership, constants_of
 
 if TYPE_CHECKING:
@@ -111,10 +110,7 @@ class WithFallback:
         is_plain = all(map(_is_plain, inputs))
         if self.failure is None and is_plain and types_of(results) != types_of(answer):
             self.failure = reason
-            warnings.warn(
-                f"{self.engine} failed at a call ({reason}); PyTorch runs this segment from now on",
-                stacklevel=2,
-            )
+            warn(f"{self.engine} failed at a call ({reason}); PyTorch runs this segment from now on")
         return answer
 
     def _mismatch(self, results: Sequence[Any]) -> str | None:

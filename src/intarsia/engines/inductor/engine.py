@@ -43,6 +43,11 @@ GPU_REWRITES = (
     "flash_attention", "split_products",
 )  # fmt: skip
 _VECTORS = ("vector_products",)
+# torch 2.13: `x - floor(x / y) * y` and `floor(x / y)`, where eager uses `fmod`.
+_QUOTIENTS = (
+    torch.ops.aten.remainder.Tensor, torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Scalar_Tensor,
+    torch.ops.aten.floor_divide.default, torch.ops.aten.floor_divide.Scalar,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ class Inductor(GraphEngine):
             if (reason := unfit_size(read)) is not None:
                 return reason
         described = node.meta.get("val")
+        if node.target in _QUOTIENTS and _is_float_on_cpu(described):
+            return "its code for CPUs rounds the quotient, and is wrong where that is large or infinite"
         for value in described if isinstance(described, list | tuple) else [described]:
             if isinstance(value, torch.SymInt):
                 continue  # a size, which others of its piece read
@@ -193,6 +200,10 @@ class Inductor(GraphEngine):
         if any(bits_of(node) for node in graph.graph.nodes):
             config["freezing"] = bool(self.freezing)  # it would keep weights in few bits as floats
         return graph, config | dict(self.options)
+
+
+def _is_float_on_cpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == "cpu"
 
 
 def _described(node: fx.Node) -> torch.Tensor:
