@@ -8,10 +8,9 @@ import pytest
 import torch
 from tests.convert import drivers
 from tests.convert.programs import assert_equal, kinds
+from tests.processors import ROUNDS
 from torch.export import Dim
 from torch.nn.functional import scaled_dot_product_attention as attention
-
-from intarsia.cache.machine import is_arm
 
 
 def _qkv(*sizes: int, keys: int = 7, width: int = 8, out: int | None = None) -> tuple[torch.Tensor, ...]:
@@ -83,7 +82,7 @@ def test_short_floats(dtype: torch.dtype) -> None:
     calls = tuple(x.to(dtype) for x in _qkv(2, 4, 5))
     tolerance = 2 * torch.finfo(dtype).eps
     for engine in drivers.ENGINES:
-        if engine == "onnxruntime" or dtype != torch.bfloat16 or not is_arm():  # OpenVINO is given none there
+        if engine == "onnxruntime" or dtype != torch.bfloat16 or ROUNDS:  # else OpenVINO is given none
             assert_equal(
                 lambda q, k, v: attention(q, k, v), calls, engines=[engine], rtol=tolerance, atol=tolerance
             )
