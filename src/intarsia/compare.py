@@ -154,9 +154,9 @@ def _worst(
     """
     typical = alike.typical_share if noise is None else alike.typical(noise)
     worst, place, start = 0.0, None, 0
-    for answered, right, *given in slices_of(answer, truth, *([] if noise is None else [noise])):
+    for answered, right, *noises in slices_of(answer, truth, *([] if noise is None else [noise])):
         b = right.double()
-        seen = given[0] if given else b.abs().mul_(_share(limits))
+        seen = noises[0] if noises else b.abs().mul_(_share(limits))
         allowed = torch.maximum(seen, alike.of(typical, b)).add_(_roundings(b.abs(), limits))
         excess = (answered.double() - b).abs_().sub_(allowed)
         if not float(most := excess.max()) <= worst:  # also for NaN

@@ -165,8 +165,8 @@ class Workshop:
         module = self.finish(plan, pieces, programs, builder)
         error = 0.0 if builder.settings.tolerance is None else self.error(module)
         took = time.perf_counter() - start
-        measured = (took, builder.first_s, builder.is_traded, error, dict(builder.errors))
-        return Built(candidate, module, shape_of(plan), *measured)
+        first_s, is_traded, errors = builder.first_s, builder.is_traded, dict(builder.errors)
+        return Built(candidate, module, shape_of(plan), took, first_s, is_traded, error, errors)
 
     def _builder(
         self, candidate: Candidate, deadline: float | None = None, timed: Timed | None = None

@@ -21,7 +21,7 @@ class SharedWeights:
     @cached_property
     def folder(self) -> str:
         """The folder, which is made when it is needed."""
-        # Windows does not delete files that are mapped; other systems keep their contents until they are not.
+        # Windows does not delete mapped files. Other systems keep their contents as long as they are mapped.
         folder = tempfile.TemporaryDirectory(prefix="intarsia_weights_", ignore_cleanup_errors=True)
         return self._cleanup.enter_context(folder)
 

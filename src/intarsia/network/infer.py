@@ -97,8 +97,8 @@ def _by_onnx(
 ) -> Types:
     if not all(_has_exact_text(value) for value in attributes.values()):
         return _asked(schema, inputs, attributes, outputs)
-    given = tuple(None if x is None else (x.dtype, x.shape, _bytes_of_argument(x)) for x in inputs)
-    key = (schema.name, given, repr(sorted(attributes.items())), outputs)
+    arguments = tuple(None if x is None else (x.dtype, x.shape, _bytes_of_argument(x)) for x in inputs)
+    key = (schema.name, arguments, repr(sorted(attributes.items())), outputs)
     answer = _answers.get(key)
     if answer is None:
         if len(_answers) >= _MOST_ANSWERS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -142,16 +142,20 @@ def has_products_of_bytes(net: Network) -> bool:
 
 def with_halved_bytes(net: Network) -> Network:
     """A copy with sums for weights in 8 bits: 16 times the upper halves of bytes, and the lower halves."""
-    if not has_products_of_bytes(net):
-        return net
+    return _with_replaced(net, _is_product_of_bytes, _halved) if has_products_of_bytes(net) else net
+
+
+def _with_replaced(
+    net: Network, is_old: Callable[[Layer], bool], new_result: Callable[[Layer], Tensor]
+) -> Network:
+    """A copy in which other layers compute what some layers of one output did."""
     copy = Network.of(net.graph.clone())
-    for layer in list(copy.get_layers()):
-        if _is_product_of_bytes(layer):
-            (old,) = layer.get_outputs()
-            with net_guard(copy), copy.before(layer):
-                new = _halved(layer)
-            copy.replace_all_uses(old, new)
-            copy.remove(layer)
+    for layer in filter(is_old, list(copy.get_layers())):
+        (old,) = layer.get_outputs()
+        with net_guard(copy), copy.before(layer):
+            new = new_result(layer)
+        copy.replace_all_uses(old, new)
+        copy.remove(layer)
     copy.drop_unused_constants()
     return copy
 
@@ -206,21 +210,15 @@ def needs_unsigned_weights(net: Network) -> bool:
 
 def with_unsigned_weights(net: Network) -> Network:
     """A copy whose products of integers read weights as uint8, if those of int8 saturate here."""
-    if not needs_unsigned_weights(net):
-        return net
-    copy = Network.of(net.graph.clone())
-    for layer in filter(_is_product_of_integers, list(copy.get_layers())):
-        x, weight, x_scale, scale, x_zero, zero, bias = (*layer.get_inputs(), None, None, None)[:7]
-        zeros = np.zeros((), np.int8) if zero is None else _numbers(zero)
-        (old,) = layer.get_outputs()
-        with net_guard(copy), copy.before(layer):
-            unsigned, middle = (F.constant(n.view(np.uint8) ^ 128) for n in (_numbers(weight), zeros))
-            inputs = (x, unsigned, x_scale, scale, x_zero, middle, bias)
-            new = F.op("MatMulIntegerToFloat", *inputs, domain=_DOMAIN)
-        copy.replace_all_uses(old, new)
-        copy.remove(layer)
-    copy.drop_unused_constants()
-    return copy
+    return _with_replaced(net, _is_product_of_integers, _unsigned) if needs_unsigned_weights(net) else net
+
+
+def _unsigned(layer: Layer) -> Tensor:
+    x, weight, x_scale, scale, x_zero, zero, bias = (*layer.get_inputs(), None, None, None)[:7]
+    zeros = np.zeros((), np.int8) if zero is None else _numbers(zero)
+    unsigned, middle = (F.constant(n.view(np.uint8) ^ 128) for n in (_numbers(weight), zeros))
+    inputs = (x, unsigned, x_scale, scale, x_zero, middle, bias)
+    return F.op("MatMulIntegerToFloat", *inputs, domain=_DOMAIN)
 
 
 def _is_product_of_integers(layer: Layer) -> bool:

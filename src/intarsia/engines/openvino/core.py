@@ -42,9 +42,9 @@ def rounds_to_bfloat16() -> bool:
     model = openvino.Model([ov.add(ov.convert(short, "f32"), x), short], [x])
     numbers = torch.linspace(1, 2, 64)
     sums, halves = core().compile_model(model, "CPU", _IN_FLOAT32)([numbers.numpy()]).values()
-    found = torch.from_numpy(halves.view(np.int16).copy()).view(torch.bfloat16)
+    at_end = torch.from_numpy(halves.view(np.int16).copy()).view(torch.bfloat16)
     rounded = numbers.bfloat16()
-    return torch.equal(found, rounded) and torch.equal(torch.from_numpy(sums), rounded + numbers)
+    return torch.equal(at_end, rounded) and torch.equal(torch.from_numpy(sums), rounded + numbers)
 
 
 def last_line(error: Exception) -> str:
