@@ -128,7 +128,12 @@ def test_an_input_without_plain_memory_is_no_failure_of_the_engine(engine: str) 
     fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
     negative = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert negative.is_neg()
-    for call in (x.to_sparse(), x.to_sparse_csr(), negative, x):
+    for call in (x.to_sparse(), x.to_sparse_csr()):
+        with pytest.warns(
+            UserWarning, match=f"PyTorch runs this call in place of {engine}, which cannot read"
+        ):
+            torch.testing.assert_close(fast(call), model(x).detach())
+    for call in (negative, x):
         torch.testing.assert_close(fast(call), model(x).detach())
     assert fast.plan.engines == (engine,)
     assert not any("failed at a call" in note for note in fast.notes)

@@ -105,10 +105,10 @@ class WithFallback:
             raise EngineError(f"{self.engine} failed at a call ({reason}), and {why}")
         # If PyTorch fails too, the call is the cause, and its error is raised.
         answer = self.otherwise(*inputs)
+        if not all(map(_is_plain, inputs)):  # a sparse or lazily negated input is no failure of the engine
+            warn(f"PyTorch runs this call in place of {self.engine}, which cannot read an input: {reason}")
         # Export assumes that `x[:1]` has a row, also for sizes that may be 0. Then the graph is the cause.
-        # An engine reads plain memory: a sparse or lazily negated input is no failure of it.
-        is_plain = all(map(_is_plain, inputs))
-        if self.failure is None and is_plain and types_of(results) != types_of(answer):
+        elif self.failure is None and types_of(results) != types_of(answer):
             self.failure = reason
             warn(f"{self.engine} failed at a call ({reason}); PyTorch runs this segment from now on")
         return answer
