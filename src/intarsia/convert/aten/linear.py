@@ -82,24 +82,11 @@ def _restore(output: Tensor, x: Tensor, columns: Any) -> Tensor:
     return F.reshape(output, F.concat([F.op("Shape", x, end=-1), F.ints([columns])], 0))
 
 
-@converter(aten.mm.default, aten.bmm.default)
-def mm(ctx: Context, self: Tensor, mat2: Tensor) -> Tensor:
-    return F.cast(product(self, mat2), ctx.dtype)
-
-
-@converter(aten.matmul.default)
-def matmul(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
-    return F.cast(product(self, other), ctx.dtype)
-
-
-@converter(aten.mv.default)
-def mv(ctx: Context, self: Tensor, vec: Tensor) -> Tensor:
-    return F.cast(product(self, vec), ctx.dtype)
-
-
-@converter(aten.dot.default)
-def dot(ctx: Context, self: Tensor, tensor: Tensor) -> Tensor:
-    return F.cast(product(self, tensor), ctx.dtype)
+@converter(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
+def matmul(ctx: Context, target: Any, args: Any, kwargs: Any, name: str) -> Tensor:
+    """The names of the second operand differ among these operators."""
+    a, b = (ctx.tensor(operand) for operand in (*args, *kwargs.values()))
+    return F.cast(product(a, b), ctx.dtype)
 
 
 @converter(aten.addmm.default)

@@ -218,27 +218,21 @@ _MODES = ("constant", "reflect", "replicate", "circular")  # in the order of tor
 _LAYER_MODE = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}
 
 
-@converter(aten.constant_pad_nd.default, aten.pad.default, aten._pad_enum.default)
+@converter(aten.constant_pad_nd.default, aten.pad.default, aten._pad_enum.default, aten._pad_circular.default)
 def pad(
     ctx: Context, self: Tensor, pad: Sequence[Size], mode: str | int = "constant", value: float | None = None
 ) -> Tensor:
     name = _MODES[mode] if isinstance(mode, int) else mode
+    name = "circular" if ctx.operator == "_pad_circular" else name
     return padded(self, pad, name, 0 if value is None else value)
 
 
-@converter(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
-def reflection_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
-    return padded(self, padding, "reflect")
-
-
-@converter(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
-def replication_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
-    return padded(self, padding, "replicate")
-
-
-@converter(aten._pad_circular.default)
-def pad_circular(ctx: Context, self: Tensor, pad: Sequence[Size]) -> Tensor:
-    return padded(self, pad, "circular")
+@converter(
+    *(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default),
+    *(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
+)
+def border_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
+    return padded(self, padding, "reflect" if ctx.operator.startswith("reflection") else "replicate")
 
 
 def padded(x: Tensor, pad: Sequence[Size], mode: str, value: float = 0) -> Tensor:
@@ -291,14 +285,9 @@ def _circular(x: Tensor, sides: Sides) -> Tensor:
 # Diagonals and triangles of matrices.
 
 
-@converter(aten.tril.default)
-def tril(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
-    return kernels.trilu(self, diagonal, upper=False)
-
-
-@converter(aten.triu.default)
-def triu(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
-    return kernels.trilu(self, diagonal, upper=True)
+@converter(aten.tril.default, aten.triu.default)
+def triangle(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
+    return kernels.trilu(self, diagonal, upper=ctx.operator == "triu")
 
 
 def _length(rows: Size, columns: Size, offset: int) -> Size:
