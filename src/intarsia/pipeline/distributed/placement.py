@@ -1,4 +1,4 @@
-"""The placement of stages on ranks: torch's schedules by name, the rank of every stage, and early checks."""
+"""x"""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import hashlib
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
-
 from intarsia.errors import PartitionError
 from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY, Action, Definition, find_schedule, schedule
 from intarsia.pipeline.stages.behaviour import mean_inside
@@ -21,6 +19,13 @@ from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, recompute_modules
 from intarsia.pipeline.stages.tied import global_rank
 from intarsia.pipeline.stages.tree_stage import TreeStage
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from intarsia.errors import PartitionError, near_names
 
 # Torch's runtime takes an order of passes and adds sends and receives. It has no public name. Torch's own
 # schedules are subclasses of it (2.11 to 2.13), and tests/pipeline/test_new_schedule.py runs one of ours.
@@ -249,3 +254,79 @@ def refuse_mean_inside(stages: StageSequence) -> None:
             " numbers of tokens: give loss_weight=, a function of a micro-batch's target (with"
             " target=labels, for example lambda labels: (labels != -100).sum()), or loss_weight='equal'"
         )
+
+
+Plan = Mapping[str, ParallelStyle]
+
+
+def shard_stages(parts: Mapping[int, nn.Module], stages: StageSequence, mesh: DeviceMesh) -> None:
+    """Shard this rank's stages over a mesh of (shard) or (data, shard)."""
+    if stages.tied:
+        raise PartitionError(
+            f"{stages.tied[0]}; fully_shard cannot shard one parameter in two modules: choose other cuts with"
+            " cuts=..., or omit the mesh's shard dimension"
+        )
+    for part in parts.values():
+        fully_shard(part, mesh=mesh)
+
+
+def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None) -> None:
+    """Raise PartitionError, on every rank, for a tensor parallel plan that does not fit these stages."""
+    if plan is not None and mesh is None:
+        raise PartitionError("tensor_plan= needs mesh= with a dimension 'tensor'")
+    if plan is None and mesh is not None:
+        raise PartitionError("mesh= has a dimension 'tensor', which needs tensor_plan=")
+    if plan is None:
+        return
+    if not all(isinstance(stage, TreeStage) for stage in stages):
+        raise PartitionError(
+            "tensor_plan= divides modules, and stages cut by the graph call no modules: use"
+            " split(..., way='modules')"
+        )
+    if stages.tied:
+        raise PartitionError(
+            f"{stages.tied[0]}; a plan would divide it in each stage separately: choose other cuts with"
+            " cuts=..."
+        )
+    names = {name for stage in stages for name, _ in stage.named_modules() if name}
+    for pattern in plan:
+        if not any(_matches(name, pattern) for name in names):
+            hint = near_names(pattern, names)
+            raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{hint}")
+
+
+def parallelize_stages(parts: Mapping[int, nn.Module], mesh: DeviceMesh, plan: Plan) -> None:
+    """Divide the modules of this rank's stages by the plan, whose names are those of the model."""
+    for part in parts.values():
+        names = [name for name, _ in part.named_modules() if name]
+        own = {pattern: plan[pattern] for pattern in plan if any(_matches(n, pattern) for n in names)}
+        if own:
+            parallelize_module(part, mesh, own)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a name as in `parallelize_module`: each part between dots separately."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def is_sharded(stage: nn.Module) -> bool:
+    """Whether a stage has sharded modules."""
+    return any(isinstance(module, FSDPModule) for module in stage.modules())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, also if each rank holds a shard."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def empty_like_parameter(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Memory for a slot of an optimizer, sharded like its parameter if they have the same size."""
+    if isinstance(parameter, DTensor) and parameter.shape == size:
+        return torch.empty_like(parameter, dtype=dtype)
+    return torch.empty(size, dtype=dtype)
