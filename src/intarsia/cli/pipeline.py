@@ -65,7 +65,7 @@ def draw(
     json: AsJson = False,
 ) -> None:
     """Draw a schedule as text or as a picture."""
-    from intarsia.pipeline.plan.draw import ascii_gantt, save_gantt
+    from intarsia.pipeline.plan.simulate import ascii_gantt, save_gantt
     from intarsia.pipeline.schedules import schedule as schedule_of
 
     check_writable(picture)

@@ -21,8 +21,8 @@ from intarsia.graph.plan import Plan
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.stages.cut import choose_cuts
-from intarsia.pipeline.stages.devices import buffers_on_meta, computed_buffers, is_on_meta, to_meta
 from intarsia.pipeline.stages.profile import DeviceSpeed, cost_source, memory_costs, profile
+from intarsia.pipeline.stages.program import buffers_on_meta, computed_buffers, is_on_meta, to_meta
 from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.sequence import SplitReport
 from intarsia.pipeline.stages.signature import BatchDims, TensorSpec

@@ -25,7 +25,7 @@ from intarsia.cache.store import JsonStore, cache_directory
 from intarsia.logs import counted
 from intarsia.pipeline.gpipe.effects import versions
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, use_skip_tracker
+from intarsia.pipeline.gpipe.skip import SkipTracker, use_skip_tracker
 
 
 def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:

@@ -1,31 +1,33 @@
-"""x"""
+"""The placement of stages on ranks: torch's schedules by name, the rank of every stage, and early checks.
+
+A stage may also be divided among ranks, by torch's FSDP2 (`fully_shard`) or its tensor parallel plans.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules
-from intarsia.errors import PartitionError
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from intarsia.errors import PartitionError, near_names
 from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY, Action, Definition, find_schedule, schedule
-from intarsia.pipeline.stages.behaviour import mean_inside
-from intarsia.pipeline.stages.compiled import CompiledStage
+from intarsia.pipeline.stages.export import mean_inside
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, recompute_modules
 from intarsia.pipeline.stages.tied import global_rank
-from intarsia.pipeline.stages.tree_stage import TreeStage
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from intarsia.errors import PartitionError, near_names
+from intarsia.pipeline.stages.tree_stage import CompiledStage, TreeStage
 
 # Torch's runtime takes an order of passes and adds sends and receives. It has no public name. Torch's own
 # schedules are subclasses of it (2.11 to 2.13), and tests/pipeline/test_new_schedule.py runs one of ours.

@@ -1,29 +1,33 @@
-"""x"""
+"""The stages of one rank, with the methods of an `nn.Module` that training loops use."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping, Sequence
-import torch
-from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
-from intarsia.errors import PartitionError
-from intarsia.pipeline.distributed.world import World, together
-from intarsia.runtime.weights import tensor_digest
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.weak import WeakTensorKeyDictionary
+
 from intarsia.errors import InputError, PartitionError
+from intarsia.pipeline.distributed.placement import own_part, whole
 from intarsia.pipeline.distributed.saved import load_checkpoint, save_checkpoint
-from intarsia.pipeline.distributed.sharded import own_part, whole
-from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.tied import Tied
+from intarsia.runtime.weights import tensor_digest
+
+# The ranks that train each weight. Other ranks of the same process group have old copies of it.
+#
+# A rank's optimizer changes the weights of its own stages. If the model is split again with other cuts, for
+# example to evaluate it, a rank would compute with the first values of weights that another rank has trained.
+
 
 _TRAINER: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 

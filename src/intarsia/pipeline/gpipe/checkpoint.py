@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from intarsia.pipeline.gpipe.backward_threads import BackwardTask, Gradients, placeholder_gradient
 from intarsia.pipeline.gpipe.generators import borrowed_generators, default_generator
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.stream import fork, get_phony, join
-from intarsia.pipeline.gpipe.worker import ThreadState
+from intarsia.pipeline.gpipe.worker import BackwardTask, Gradients, ThreadState, placeholder_gradient
 
 Function = Callable[[Any], Any]
 

@@ -1,21 +1,26 @@
-"""x"""
+"""The run of one stage on one micro-batch, and its side effects, observed on the first micro-batch.
+
+A stage may change its input in place, change its buffers, or draw random numbers in its backward pass (if a
+layer uses `torch.utils.checkpoint`). Each effect must be undone or isolated when the stage runs again for the
+gradient, or beside other stages. For stages without an effect, this costs nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-import torch
-from torch import Tensor, nn
-from intarsia.pipeline.gpipe.microbatch import Batch
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
-from intarsia.pipeline.gpipe.worker import BackwardTask
+
+import torch
+from torch import Tensor, nn
+
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing
 from intarsia.pipeline.gpipe.generators import CPU, borrowed_generators
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, SeenDraws, using_key
-from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, use_skip_tracker
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.skip import SkipTracker, use_skip_tracker
+from intarsia.pipeline.gpipe.worker import BackwardTask
 
 Owner = tuple[nn.Module, str]
 

@@ -1,4 +1,8 @@
-"""The threads of stages: forward tasks with their caller's state and its share of the cores, and backward jobs."""
+"""One thread per stage for forward and backward passes, with its caller's state and share of the cores.
+
+New threads in every step would not reuse the memory of the last step (5,600 page faults in a step of 8
+micro-batches, against 600), and would create their OpenMP teams again.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
+
 import torch
-from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.tracing import traced
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import Any
 from torch import Tensor
+
+from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.stream import get_phony
+from intarsia.tracing import traced
 
 # The device types of stages; autocast has a state for each type.
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -196,6 +199,18 @@ def lend_workers(
         # `report` may hand out more tasks, before its own job is done.
         while pending := [job for job in jobs if not job.done()]:
             wait(pending)
+
+
+# Backward passes on the CPU, where autograd itself has only one thread.
+#
+# Autograd runs the nodes of the graph on the caller's thread. A stage's node only queues its work for the
+# stage's thread, and returns placeholders: tensors of the right shape without memory. The real gradients pass
+# from stage to stage outside the graph. The barrier, the last node, waits for the threads and returns the
+# gradients of the input.
+#
+#     caller   gather ─ (2,1) (2,0) (1,1) (1,0) (0,1) (0,0) ─ barrier ... waits ... ─ input
+#     stage 1            [  2,1  ][  1,1  ][  0,1  ]
+#     stage 0                     [  2,0  ][  1,0  ][  0,0  ]
 
 
 Gradients = tuple[Tensor | None, ...]

@@ -1,18 +1,19 @@
-"""x"""
+"""The simulation of a schedule with known costs (time and memory of a training step), and its chart."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
+
+from intarsia.drawing.drawing import new_figure, save_figure
 from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.schedules import FORWARD, WEIGHT, Action, Schedule, Slot, SlotTable
-import os
-from pathlib import Path
-from intarsia.drawing.drawing import new_figure, save_figure
-from intarsia.pipeline.schedules import Action, Schedule, Slot
 
 Vector = NDArray[np.float64]
 

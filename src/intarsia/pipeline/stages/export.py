@@ -1,34 +1,36 @@
-"""x"""
+"""Export of a model that will be cut: in its present mode, with a dynamic batch, and buffers written early.
+
+Export puts a `copy_` for `self.n = ...` at the end of the graph, which would forbid every cut. So it is moved
+up to the node that computes the value. Behaviour that a graph does not show is refused: random decisions,
+counted calls.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from intarsia.capture.export_context import kept_messages, short_stack_traces
 from intarsia.capture.output_objects import opening
+from intarsia.capture.protect import kept_random_state
 from intarsia.errors import CaptureError, error_text
 from intarsia.graph.nodes import memory_of
-from intarsia.pipeline.stages.signature import Axes
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
-from torch.export import ExportedProgram
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from intarsia.capture.protect import kept_random_state
-from intarsia.errors import CaptureError
 from intarsia.lower.purity import bound_arguments
 from intarsia.pipeline.gpipe.effects import trial
+from intarsia.pipeline.stages.signature import Axes
 
 _FILE = torch.utils.checkpoint.__file__
 

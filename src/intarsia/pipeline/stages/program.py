@@ -1,28 +1,30 @@
-"""x"""
+"""The program of a stage: its device, nodes that draw by key, and modules recomputed in the backward pass.
+
+Models on the meta device are here too: their graphs name that device.
+"""
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
-from intarsia.errors import PartitionError, PipelineError
+
+from intarsia.errors import CaptureError, PartitionError, PipelineError
 from intarsia.graph.line import Line, training_line
 from intarsia.graph.nodes import bodies_of, modules
 from intarsia.graph.piece import pieces_at
 from intarsia.pipeline.gpipe.checkpoint import enable_recomputing, is_recomputing
 from intarsia.pipeline.gpipe.keyed_random import current_key, draws_of, keyed_draw, using_key
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
-from intarsia.errors import CaptureError
+
 
 @dataclass(frozen=True)
 class Draws:

@@ -1,4 +1,4 @@
-"""x"""
+"""One stage of a cut model: a module with its part of the weights, under the model's names."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+
 from intarsia.errors import InputError, PartitionError, near_names
 from intarsia.graph.nodes import memory_of
 from intarsia.graph.piece import Piece, pieces_at, relayed
+from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
-from intarsia.pipeline.stages.devices import retarget
 from intarsia.pipeline.stages.program import (
     Draws,
     keyed_program,
     module_names,
     number_draws,
     recomputed_program,
+    retarget,
 )
 from intarsia.pipeline.stages.signature import TensorSpec, value_name
 from intarsia.pipeline.stages.trace import State, Trace
-from collections.abc import Iterable
-from torch import Tensor, fx, nn
-from intarsia.errors import PartitionError
-from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
 
 _MODES = {True: ("training", "train()"), False: ("evaluation", "eval()")}
 

@@ -20,7 +20,7 @@ from intarsia.graph.piece import pieces_at, relayed
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers, trial
 from intarsia.pipeline.gpipe.keyed_random import SeenDraws, layer_place
-from intarsia.pipeline.stages.behaviour import TokenMeans, trace_without_chance, trace_without_counters
+from intarsia.pipeline.stages.export import TokenMeans, trace_without_chance, trace_without_counters
 from intarsia.pipeline.stages.samples import Incomparable, difference_in_halves
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import (
