@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from intarsia.cli.pipeline_model import TinyGPT
+from intarsia.cli.pipeline_train import TinyGPT
 from intarsia.pipeline import solver as blockpartition
 from intarsia.pipeline import split
 

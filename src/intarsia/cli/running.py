@@ -37,8 +37,7 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Run a compiled file once, print a summary of its outputs, and time it."""
-    from intarsia.serve.interface import load_interface
-    from intarsia.serve.payload import drawn, read, summary, write
+    from intarsia.serve.interface import drawn, load_interface, read, summary, write
     from intarsia.timing import race
 
     check_writable(outputs)
@@ -140,7 +139,7 @@ def tune(
     """
     from rich.console import Console
 
-    from intarsia.tuning.script import ScriptTuner, run_script
+    from intarsia.tuning.tune import ScriptTuner, run_script
 
     options: dict[str, Any] = compile_options(engines, None, choices)
     console = Console(stderr=True, highlight=False, soft_wrap=True)

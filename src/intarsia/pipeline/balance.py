@@ -175,7 +175,7 @@ def profile_times(
     seconds = []
     for layer, value, skips in _layers(module, sample, device, "profiling time" if progress else ""):
         key = layer_key(layer, value, skips, device, f"time recompute={recompute}") if cache else None
-        time = measured.get(key or "", stored.get(key or ""))
+        time: Any = measured.get(key or "", stored.get(key or ""))
         if type(time) not in (int, float) or time < 0:
             held = list(layer.parameters())
             run = lambda value, skips, layer=layer: _run(layer, value, skips)  # noqa: E731

@@ -17,8 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from intarsia.errors import InputError, error_text, first_line
 from intarsia.runtime import Compiled
-from intarsia.serve.interface import Interface
-from intarsia.serve.payload import JSON, SAFETENSORS, Unfit, decode, encode
+from intarsia.serve.interface import JSON, SAFETENSORS, Interface, Unfit, decode, encode
 from intarsia.serve.queue import Batching, Metrics, Outputs, Queue
 
 _INLINE = 64 * 1024  # larger bodies are decoded and encoded in a thread, not to delay other requests

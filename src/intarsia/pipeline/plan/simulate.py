@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from intarsia.drawing.drawing import new_figure, save_figure
+from intarsia.drawing import new_figure, save_figure
 from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.schedules import FORWARD, WEIGHT, Action, Schedule, Slot, SlotTable
