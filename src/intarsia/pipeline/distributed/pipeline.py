@@ -116,7 +116,7 @@ class DistributedPipeline(RankStages):
         self.device: torch.device = default_device() if chosen.device is None else torch.device(chosen.device)
         self.schedule_class: Any = schedule_class(schedule, world.size, n_microbatches)
         self.stage_ranks: list[int] = stage_ranks(len(stages), world.size, self.schedule_class)
-        check_agreement(stages, schedule, n_microbatches, world.everyone, self.device)
+        check_agreement(stages, schedule, n_microbatches, world.gather_objects)
         connect(self.stage_ranks, world.pipeline, self.device)
         self._stages = list(stages)
         for stage in self._stages:

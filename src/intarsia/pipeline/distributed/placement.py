@@ -6,7 +6,7 @@ A stage may also be divided among ranks, by torch's FSDP2 (`fully_shard`) or its
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
@@ -127,35 +127,27 @@ def default_device() -> torch.device:
 
 
 def check_agreement(
-    stages: StageSequence,
-    schedule: str,
-    n_microbatches: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    stages: StageSequence, schedule: str, n_microbatches: int, gather: Callable[[Any], Mapping[int, Any]]
 ) -> None:
-    """Raise PartitionError if ranks have different cuts, schedules or numbers of micro-batches."""
-    digests = [_digest("\n".join(map(_cut, stages))), _digest(schedule), n_microbatches]
-    mine = torch.tensor(digests, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
-    me = dist.get_rank()
-    for place, (cuts, order, count) in enumerate(map(Tensor.tolist, gathered)):
-        rank = global_rank(place, group)
-        if cuts != digests[0]:
+    """Raise PartitionError if ranks have different cuts, schedules or numbers of micro-batches.
+
+    `gather` returns the values of all ranks, by rank.
+    """
+    me, cuts = dist.get_rank(), hashlib.sha256("\n".join(map(_cut, stages)).encode()).hexdigest()
+    for rank, (other_cuts, other_schedule, count) in gather((cuts, schedule, n_microbatches)).items():
+        if other_cuts != cuts:
             raise PartitionError(
                 f"rank {rank} has other cuts than rank {me}, since measured times differ between processes;"
                 " split(..., agree=True) uses the cuts of rank 0 on every rank"
             )
-        if order != digests[1]:
-            raise PartitionError(f"rank {me} has schedule={schedule!r}, and rank {rank} has another schedule")
+        if other_schedule != schedule:
+            raise PartitionError(
+                f"rank {me} has schedule={schedule!r}, and rank {rank} schedule={other_schedule!r}"
+            )
         if count != n_microbatches:
             raise PartitionError(
                 f"rank {me} has n_microbatches={n_microbatches}, and rank {rank} n_microbatches={count}"
             )
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _cut(stage: nn.Module) -> str:

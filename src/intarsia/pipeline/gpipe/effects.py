@@ -181,12 +181,10 @@ class StageRun:
     ) -> tuple[Batch, Checkpointing | None]:
         """The stage's output, and the checkpoint that `recompute` must still be called on."""
         if checkpointed:
-            checkpoint = Checkpointing(self, batch, self, backward_task, phony, self.parameters)
+            checkpoint = Checkpointing(self, batch, backward_task, phony, self.parameters)
             return _checked(checkpoint.checkpoint()), checkpoint
         if backward_task is not None:
-            return _checked(
-                Checkpointing(self, batch, self, backward_task, phony, self.parameters).keep()
-            ), None
+            return _checked(Checkpointing(self, batch, backward_task, phony, self.parameters).keep()), None
         with self.record(again=False):
             return _checked(batch.call(self)), None
 
