@@ -96,10 +96,11 @@ def serve(file: Archive, *, imports: Imports = None, json: AsJson = False, **opt
 
 def _with_options(command: Callable[..., None]) -> inspect.Signature:
     """The signature of `serve`, with a parameter for each field of `Options`, for typer."""
+    annotated: Any = Annotated  # mypy would read the index of the name itself as a type
     signature = inspect.signature(command, eval_str=True)
     named = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
     for field in fields(Options):
-        text = Annotated[type(field.default), typer.Option(help=field.metadata.get("help"))]
+        text = annotated[type(field.default), typer.Option(help=field.metadata.get("help"))]
         option = inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=text
         )
