@@ -57,7 +57,7 @@ class PipelinePlan:
     @property
     def layout(self) -> Layout:
         """How the devices are used."""
-        return self.choice.layout
+        return self.choice
 
     def distributed(self, **options: Unpack[DistributedKeywords]) -> DistributedPipeline:
         """This rank's part of the plan. `options` are those of `Stages.distributed` (`loss_fn`, ...).
