@@ -199,8 +199,8 @@ def check_dynamic_shapes(
         if parameter is None or parameter.kind is parameter.VAR_KEYWORD:
             if pytree.tree_any(lambda dim: dim is not None, dims):
                 raise InputError(
-                    f"dynamic_shapes names {name!r}, which forward takes by a **parameter: torch.export cannot"
-                    " let its sizes vary; give the argument a name in forward"
+                    f"dynamic_shapes names {name!r}, which forward takes by a **parameter: torch.export"
+                    " cannot let its sizes vary; give the argument a name in forward"
                 )
             continue
         _check_dims(name, bound[name], dims)

@@ -48,8 +48,8 @@ NOT_TRANSFORMED = (
 NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the original model"
 
 NOT_HERE = (
-    "a compiled module has no {!r}: its weights are frozen, and it has none of the model's modules; use the model"
-    " itself, also for torch.func.functional_call, or pass new weights to refit"
+    "a compiled module has no {!r}: its weights are frozen, and it has none of the model's modules; use the"
+    " model itself, also for torch.func.functional_call, or pass new weights to refit"
 )
 
 
