@@ -25,7 +25,7 @@ from intarsia.choose.mixes import Costing, block_error, mix, promising_mixes, sh
 from intarsia.choose.race import Progress, least_s, nearest, no_room
 from intarsia.choose.standings import FAR, Standings
 from intarsia.engines import Engine
-from intarsia.engines.time_limit import OutOfTime
+from intarsia.engines.building import OutOfTime
 from intarsia.errors import IntarsiaError, first_line
 from intarsia.partition import PYTORCH
 
