@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.kernels import HALVES, filled, is_empty, on_cpu, used, wide, zero_unless
+from intarsia.convert.aten.kernels import filled, is_empty, on_cpu, used, wide, zero_unless
 from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.aten.sizes import size
-from intarsia.convert.context import Context
+from intarsia.convert.context import HALVES, Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Dim, Tensor, dtypes

@@ -11,7 +11,6 @@ import torch
 from intarsia.convert.aten.creation import filled_like
 from intarsia.convert.aten.indexing import places
 from intarsia.convert.aten.kernels import (
-    HALVES,
     filled,
     is_empty,
     is_float,
@@ -23,7 +22,7 @@ from intarsia.convert.aten.kernels import (
 )
 from intarsia.convert.aten.reduce import largest
 from intarsia.convert.aten.sizes import arange, size
-from intarsia.convert.context import Context
+from intarsia.convert.context import HALVES, Context
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
 from intarsia.network import functional as F
@@ -187,9 +186,7 @@ def cdist(ctx: Context, x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: An
 
 @converter(aten._euclidean_dist.default)
 def euclidean_dist(ctx: Context, x1: Tensor, x2: Tensor) -> Tensor:
-    if is_empty(x1, x2):
-        return filled(ctx)
-    return F.cast(_by_product(wide(x1, halves=True), wide(x2, halves=True)), ctx.dtype)
+    return cdist(ctx, x1, x2, compute_mode=1)
 
 
 @converter(aten.pdist.default, aten._pdist_forward.default)

@@ -11,9 +11,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.kernels import HALVES, filled, is_empty, is_float, static, wide
+from intarsia.convert.aten.kernels import filled, is_empty, is_float, static, wide
 from intarsia.convert.aten.sizes import Size, floor_divide, int64, size
-from intarsia.convert.context import Context
+from intarsia.convert.context import HALVES, Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes

@@ -141,27 +141,29 @@ def _pieces(ctx: Context, x: Tensor, length: Size, axis: int) -> list[Tensor]:
     return [F.slice(x, a, b, axis=axis) for a, b in zip(bounds, [*bounds[1:], END], strict=True)]
 
 
-@converter(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor, aten.split.sizes)
-def split(ctx: Context, self: Tensor, split_size: Size | Sequence[Size], dim: int = 0) -> list[Tensor]:
+@converter(
+    *(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor, aten.split.sizes),
+    aten.split_with_sizes.default,
+    aten.split_with_sizes_copy.default,
+    aten.unsafe_split_with_sizes.default,
+)
+def split(
+    ctx: Context,
+    self: Tensor,
+    split_size: Size | Sequence[Size] = (),
+    split_sizes: Sequence[Size] = (),
+    dim: int = 0,
+) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
     if isinstance(split_size, int | Tensor):
         return _pieces(ctx, self, split_size, axis)
-    return cut(self, split_size, axis)
+    return cut(self, split_sizes or split_size, axis)
 
 
 @converter(aten.chunk.default, aten.unsafe_chunk.default)
 def chunk(ctx: Context, self: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
     return _pieces(ctx, self, ceil_divide(size(self, axis), chunks), axis)
-
-
-@converter(
-    aten.split_with_sizes.default,
-    aten.split_with_sizes_copy.default,
-    aten.unsafe_split_with_sizes.default,
-)
-def split_with_sizes(ctx: Context, self: Tensor, split_sizes: Sequence[Size], dim: int = 0) -> list[Tensor]:
-    return cut(self, split_sizes, wrap(dim, self.ndim))
 
 
 @converter(aten.unbind.int, aten.unbind_copy.int)

@@ -40,20 +40,18 @@ aten = torch.ops.aten
     aten.view_copy.default,
     aten._reshape_alias.default,
     aten.reshape.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
 )
 def view(
     ctx: Context,
     self: Tensor,
     size: Sequence[Size] = (),
     shape: Sequence[Size] = (),
+    other: Tensor | None = None,
     stride: Sequence[Size] = (),
 ) -> Tensor:
-    return reshape(self, size or shape, result_shape(ctx))
-
-
-@converter(aten.view_as.default, aten.reshape_as.default)
-def view_as(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
-    return reshape(self, sizes(other), result_shape(ctx))
+    return reshape(self, (size or shape) if other is None else sizes(other), result_shape(ctx))
 
 
 @converter(aten.flatten.using_ints)
@@ -222,14 +220,16 @@ def expanded(x: Tensor, wanted: Sequence[Size], shape: Shape) -> Tensor:
     return kernels.expand(x, target)
 
 
-@converter(aten.expand.default, aten.expand_copy.default, aten.broadcast_to.default)
-def expand(ctx: Context, self: Tensor, size: Sequence[Size], *, implicit: bool = False) -> Tensor:
-    return expanded(self, size, result_shape(ctx))
-
-
-@converter(aten.expand_as.default)
-def expand_as(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
-    return expanded(self, sizes(other), result_shape(ctx))
+@converter(aten.expand.default, aten.expand_copy.default, aten.broadcast_to.default, aten.expand_as.default)
+def expand(
+    ctx: Context,
+    self: Tensor,
+    size: Sequence[Size] = (),
+    other: Tensor | None = None,
+    *,
+    implicit: bool = False,
+) -> Tensor:
+    return expanded(self, size if other is None else sizes(other), result_shape(ctx))
 
 
 def broadcast(tensors: Sequence[Tensor], shape: Shape) -> list[Tensor]:
