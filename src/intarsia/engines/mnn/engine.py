@@ -61,7 +61,7 @@ class MNN(NetworkEngine):
         On a Neoverse N1, as fast as the best other engine: MobileNetV2 1.24 times, BERT and ViT 1.0 or less.
         On x86 it took 1.6 to 2.5 times as long as the best other engine for each of five convolutional models
         with AMX (MobileNetV2 1.6, RegNet 1.7, ConvNeXt 2.1, SegFormer 2.2, ResNet-50 2.5), and 1.7 times with
-        AVX2 (MobileNetV2, SegFormer).
+        AVX2 (MobileNetV2, SegFormer, ResNet-50).
         """
         if not isinstance(model, nn.Module) or not is_arm():
             return False
