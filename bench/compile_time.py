@@ -1,24 +1,29 @@
 """Capture to callable: Intarsia in the fixed order against `torch.onnx.export` plus the engine's own loading.
 
     python bench/compile_time.py [bert ...] [--all] [--rounds 3] [--small] [--measured | --only-measured]
-    python bench/compile_time.py [bert ...] [--all] [--rounds 1] [--small] --default | --varying
+    python bench/compile_time.py [bert ...] [--rounds 1] [--small] --cold
 
 Peers run in turn, round by round, in one process; figures are medians in seconds. `--measured` adds the
-default, which measures, with nothing known of the model and with known costs. `--default` and `--varying`
-compare the cold default with `torch.onnx.export` and a session, by seconds and by CPU seconds (of a machine
-that others use, only these mean something); with `--varying` batch and length vary, and rows are padded.
+default, which measures, with nothing known of the model and with known costs.
+
+`--cold` compares the default with `torch.onnx.export` and a session of ONNX Runtime. Every compile runs in a
+process of its own with an empty cache. The models have fixed sizes; those of tokens run again with padded
+rows, and batch and length that vary. On a machine that others use, only CPU seconds mean something.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -105,6 +110,7 @@ def measured(name: str, full: bool, rounds: int, table: Table) -> None:
 
 _VARYING = ("bert", "gpt2", "distilbert", "t5_encoder")
 _BERT_LAYERS = 6
+_SESSION, _OURS = "export + session", "intarsia.compile"
 
 
 def cpu_s() -> float:
@@ -121,41 +127,80 @@ def varying(name: str, full: bool) -> zoo.Specimen:
     return thing.padded(2, varying=True)
 
 
-def cold(name: str, thing: zoo.Specimen, rounds: int, table: Table) -> None:
-    """The default with nothing known of the model, over `torch.onnx.export` and a session."""
-
-    def session() -> object:
-        with tempfile.TemporaryDirectory() as folder:
+def once(label: str, name: str, full: bool, varies: bool) -> None:
+    """Print the seconds and the CPU seconds of one compile, and the plan. It is the first of its process."""
+    thing = varying(name, full) if varies else zoo.specimen(name, full=full)
+    start, before = time.perf_counter(), cpu_s()
+    with tempfile.TemporaryDirectory() as folder:
+        if label == _SESSION:
             path = Path(folder, "model.onnx")
             thing.export_onnx(path)
-            return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-    def ours() -> object:
-        with tempfile.TemporaryDirectory() as folder:
+            compiled = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        else:
             os.environ["INTARSIA_CACHE"] = folder
             compiled = thing.compile()
-            plans[:] = [getattr(compiled, "plan", None)]
-            return compiled
+        spent = time.perf_counter() - start, cpu_s() - before
+        print(getattr(compiled, "plan", ""), json.dumps(spent), sep="\n")
 
-    plans: list[object] = []
-    spent: dict[str, list[tuple[float, float]]] = {}
-    for _ in range(rounds):
-        for label, call in (("export + session", session), ("intarsia.compile", ours)):
-            before = cpu_s()
-            try:
-                seconds = took(call)
-            except Exception as error:  # torch.onnx.export fails for T5
-                if label == "intarsia.compile":
-                    raise
-                table.add_row(name, label, f"fails: {type(error).__name__}", "")
-                continue
-            spent.setdefault(label, []).append((seconds, cpu_s() - before))
-    medians = {label: [statistics.median(one) for one in zip(*s, strict=True)] for label, s in spent.items()}
-    base = medians.get("export + session")
-    for label, (seconds, cpu) in medians.items():
-        ratios = "" if base is None else f"{seconds / base[0]:.2f}, {cpu / base[1]:.2f}"
-        table.add_row(name, label, f"{seconds:.1f}, {cpu:.1f}", ratios)
-    print(*plans)
+
+def cold(name: str, full: bool, varies: bool, rounds: int) -> tuple[float, float] | None:
+    """The ratios of the default's seconds and CPU seconds to the peer's; None if the peer fails."""
+    spent: dict[str, list[tuple[float, float]]] = {_SESSION: [], _OURS: []}
+    for number in range(rounds):
+        for label in (_SESSION, _OURS) if number % 2 == 0 else (_OURS, _SESSION):
+            size = [] if full else ["--small"]
+            sizes = ["--varies"] if varies else []
+            command = [sys.executable, __file__, name, "--once", label, *size, *sizes]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode == 0:
+                *plan, figures = run.stdout.splitlines()
+                seconds, cpu = json.loads(figures)
+                spent[label].append((seconds, cpu))
+                print(*plan, sep="\n", flush=True)
+            elif label == _OURS:
+                raise SystemExit(run.stderr)
+            else:
+                print(f"{name}: {label} fails: {run.stderr.splitlines()[-1]}")
+    table = Table("model", "sizes", "", "s", "CPU s")
+    medians = {label: over(statistics.median, pairs) for label, pairs in spent.items()}
+    for label, values in medians.items():
+        table.add_row(name, "vary" if varies else "fixed", label, *(f"{value:.1f}" for value in values))
+    ratios = [ours / peer for ours, peer in zip(medians[_OURS], medians[_SESSION], strict=False)]
+    if ratios:
+        table.add_row(name, "", "ratio", *(f"{ratio:.2f}" for ratio in ratios))
+    Console(width=140).print(table)
+    return (ratios[0], ratios[1]) if ratios else None
+
+
+def over(of: Callable[[Iterable[float]], float], pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """The median, or another value, of the first and of the second figures of pairs."""
+    return [of(one) for one in zip(*pairs, strict=True)]
+
+
+def all_cold(names: Sequence[str], full: bool, rounds: int) -> None:
+    print(f"load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads")
+    for varies, known in ((False, zoo.names()), (True, _VARYING)):
+        chosen = [name for name in names or known if not varies or name in known]
+        every = [cold(name, full, varies, rounds) for name in chosen]
+        ratios = [one for one in every if one is not None]
+        if ratios:
+            (middle, middle_cpu), (most, most_cpu) = over(statistics.median, ratios), over(max, ratios)
+            print(
+                f"{'sizes that vary' if varies else 'fixed sizes'}, {len(ratios)} models:"
+                f" seconds {middle:.2f} in the median, {most:.2f} at most;"
+                f" CPU seconds {middle_cpu:.2f} in the median, {most_cpu:.2f} at most"
+            )
+
+
+def warm(asked: argparse.Namespace) -> None:
+    print("float32, batch 1: seconds from model to callable")
+    for name in zoo.names() if asked.all else asked.names or ["bert"]:
+        table = Table("model", "", "median s", "ratio")  # one a model: a run that is stopped has told some
+        if not asked.only_measured:
+            against_export(name, not asked.small, asked.rounds, table)
+        if asked.measured or asked.only_measured:
+            measured(name, not asked.small, asked.rounds, table)
+        Console(width=140).print(table)
 
 
 def main() -> None:
@@ -165,30 +210,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--measured", action="store_true")
     parser.add_argument("--only-measured", action="store_true")
-    parser.add_argument("--default", action="store_true")
-    parser.add_argument("--varying", action="store_true")
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--once", help=argparse.SUPPRESS)
+    parser.add_argument("--varies", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
-    if asked.default or asked.varying:
-        print(f"seconds and CPU seconds; load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads")
-        cold("warm-up", varying("bert", False), 1, Table())  # imports and first-use costs of both
-        every = _VARYING if asked.varying else zoo.names()
-        for name in asked.names or every:
-            table = Table("model", "", "s, CPU s", "ratios")
-            full = not asked.small
-            thing = varying(name, full) if asked.varying else zoo.specimen(name, full=full)
-            cold(name, thing, asked.rounds, table)
-            Console(width=140).print(table)
-        return
-    print("float32, batch 1: seconds from model to callable")
-    for name in zoo.names() if asked.all else asked.names or ["bert"]:
-        table = Table("model", "", "median s", "ratio")  # one a model: a run that is stopped has told some
-        if not asked.only_measured:
-            against_export(name, not asked.small, asked.rounds, table)
-        if asked.measured or asked.only_measured:
-            measured(name, not asked.small, asked.rounds, table)
-        Console(width=140).print(table)
+    if asked.once:
+        once(asked.once, *asked.names, not asked.small, asked.varies)
+    elif asked.cold:
+        all_cold(asked.names, not asked.small, asked.rounds)
+    else:
+        warm(asked)
 
 
 if __name__ == "__main__":

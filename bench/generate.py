@@ -5,7 +5,7 @@
                              [--dtype float32|bfloat16] [--peer intarsia ...]
                              [--prompt 128] [--tokens 64] [--engines openvino] [--device cpu]
                              [--results FILE.json] [--limit 220] [--built FOLDER] [--builders FOLDER]
-                             [--turns] [--bits 4|8]
+                             [--turns] [--bits 4|8 | --torchao int4|int8|float8|float8-dynamic]
 
 A Llama-like decoder with random weights. "prompt" is generation of one token; "tokens" what each
 further token adds, each the best of some rounds; "at its median" what a round in the middle gave. On a GPU
@@ -18,6 +18,14 @@ on a machine whose speed varies only that compares them. On a GPU all of these c
 With `--bits` all linear layers are quantized, in 4 bits by groups of 128 inputs or in 8 bits by output.
 "intarsia" loads the packed weights; "eager", "torch.compile" and "intarsia-dense" compute with the float
 weights that these stand for; the builders of the others quantize those anew, to as many bits.
+
+With `--torchao` its `quantize_` replaces the weights of all linear layers, in groups of 128 inputs (int4) or
+by output, and every peer runs that model. `float8-dynamic` rounds activations to float8 by row, too. On a GPU
+int4 asks for `--dtype bfloat16`. These products are PyTorch's own: where torchao's libraries do not load, set
+TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1.
+
+    python bench/generate.py --device cuda --dtype bfloat16 --torchao int4 --size half one --rows 1 8 \
+        --tokens 128 --turns --peer eager --peer torch.compile --peer intarsia
 
 onnxruntime-genai and OpenVINO GenAI run models that builders made, in `--built`; a peer that is not
 installed, or whose model cannot be built, is a line with the reason. Both may stand beside this package:
@@ -71,6 +79,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9},
     "repetition": {"do_sample": False, "repetition_penalty": 1.2},
 }
+TORCHAO = ("int4", "int8", "float8", "float8-dynamic")
 USUAL = ("eager", "torch.compile", "openvino-genai", "onnxruntime-genai", "intarsia")
 
 
@@ -81,7 +90,7 @@ class Unavailable(Exception):
 def decoder(told: argparse.Namespace) -> Any:
     """The model in float; the one that packed weights stand for, where there are such."""
     if not told.bits:
-        return drawn(told)
+        return by_torchao(drawn(told), told)
     model = packed(told)
     for name, layer in list(model.named_modules()):
         if hasattr(layer, "dequantized"):
@@ -90,6 +99,24 @@ def decoder(told: argparse.Namespace) -> Any:
             model.set_submodule(name, dense)
     del model.config.quantization_config
     model.hf_quantizer = None
+    return model
+
+
+def by_torchao(model: Any, told: argparse.Namespace) -> Any:
+    """The model, with weights of torchao's classes where `--torchao` asks for them."""
+    if told.torchao:
+        from torchao import quantization as ao
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig as Int4OnCpu
+
+        configs: dict[str, Callable[[], Any]] = {
+            "int4": Int4OnCpu
+            if told.device == "cpu"
+            else partial(ao.Int4WeightOnlyConfig, int4_packing_format="tile_packed_to_4d"),
+            "int8": ao.Int8WeightOnlyConfig,
+            "float8": ao.Float8WeightOnlyConfig,
+            "float8-dynamic": partial(ao.Float8DynamicActivationFloat8WeightConfig, granularity=ao.PerRow()),
+        }
+        ao.quantize_(model, configs[told.torchao]())
     return model
 
 
@@ -459,6 +486,7 @@ def _is_known(package: str) -> bool:
 def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
     asked = f"{told.rows} rows, prompt {told.prompt}, {told.choice}"
     bits = f", weights in {told.bits} bits" if told.bits else ""
+    bits += f", {told.torchao} of torchao" if told.torchao else ""
     made = Table(title=f"Llama-like, {told.size}, {told.dtype}{bits}, {told.device}, {asked}")
     columns = ("peer", "prompt, tokens/s", "further tokens/s", "at its median", "ms a token", "kernels")
     columns += ("peak MiB", "equal tokens")
@@ -501,6 +529,7 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SIZES), nargs="+", default=["half"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--bits", type=int, choices=[4, 8], help="of all linear layers, which are packed")
+    parser.add_argument("--torchao", choices=TORCHAO, help="how its quantize_ replaces the weights")
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1], help="sequences at once, all in the figures"
     )
@@ -556,6 +585,7 @@ def main() -> None:
 
 def key(told: argparse.Namespace) -> str:
     bits = f" {told.bits} bits" if told.bits else ""
+    bits += f" {told.torchao}" if told.torchao else ""
     return (
         f"{told.size} {told.dtype}{bits} {told.device} {told.rows}x{told.prompt}+{told.tokens} {told.choice}"
     )
