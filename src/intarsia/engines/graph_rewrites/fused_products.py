@@ -356,7 +356,7 @@ def _is_masked(given: dict[str, Any]) -> bool:
 
 def _without_causal(module: fx.GraphModule, values: IndexValues, mask: fx.Node) -> tuple[fx.Node, bool]:
     """The mask of padding in a mask that hides padding and later positions; otherwise the mask as it is."""
-    both = mask
+    both: Any = mask
     while both.target is aten.expand.default:
         both = both.args[0]
     if both.target in ANDS and mask.meta["val"].dtype == torch.bool:
