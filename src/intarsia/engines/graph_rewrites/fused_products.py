@@ -293,11 +293,16 @@ def _normed(module: fx.GraphModule, node: Any) -> tuple[fx.Node, fx.Node, float]
 # Attention by one kernel that keeps no scores: flash without a mask, one of ours with a mask.
 #
 # PyTorch takes cuDNN's kernel on Hopper GPUs, which clears memory first; for short sequences flash is faster.
-# BERT at batch 1 went from 0.469 to 0.450 ms without it (H200). With a mask PyTorch makes numbers of booleans
-# in every layer, lays them out in rows of a multiple of 8, and takes slower kernels. BERT at batch 8 took
-# 0.669 ms with a mask by ours, 0.724 by theirs, and 0.662 without a mask.
+# BERT at batch 1 went from 0.469 to 0.450 ms without it (H200). Long sequences stay with cuDNN: with flash,
+# Whisper's encoder (1500 places) took 0.648 ms, and by torch.compile, which takes cuDNN's, 0.605.
+#
+# With a mask PyTorch makes numbers of booleans in every layer, lays them out in rows of a multiple of 8, and
+# takes slower kernels. BERT at batch 8 took 0.669 ms with a mask by ours, 0.724 by theirs, and 0.662 without a
+# mask. A mask of padding and of later positions is taken apart, since a kernel reads one row of padding in
+# 11 us and a mask of all pairs in 17 (heads of GPT-2, 32 rows of 128 tokens).
 
 _MOST = 256  # features of a head that the flash kernel knows
+_LONG = 1024  # keys
 
 
 def flash_attention(module: fx.GraphModule) -> int:
@@ -338,6 +343,8 @@ def _is_flash(given: dict[str, Any]) -> bool:
     query, key, values = sizes
     # With is_causal and unequal lengths the kernels mean different corners.
     if given["is_causal"] and query[2] != key[2]:
+        return False
+    if isinstance(key[2], int) and key[2] >= _LONG:
         return False
     return query[:2] == key[:2] and key == values and query[3] <= _MOST and query[3] % 8 == 0
 
