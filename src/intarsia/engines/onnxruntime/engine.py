@@ -20,12 +20,18 @@ from intarsia.engines.base import (
     WeightFile,
     Workload,
 )
+from intarsia.engines.building import shared_weights
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, providers
-from intarsia.engines.onnxruntime.session import session_program, weight_value
-from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
+from intarsia.engines.onnxruntime.session import (
+    OnnxFile,
+    named_weights,
+    names_files,
+    session_program,
+    weight_value,
+    without_weights,
+)
 from intarsia.engines.ports import Ports
-from intarsia.engines.shared_weights import shared_weights
 from intarsia.errors import EngineError, first_line
 
 if TYPE_CHECKING:
@@ -156,9 +162,9 @@ class OnnxRuntime(NetworkEngine):
             model, folder = self._guarded(net), None
             files = shared_weights() if self.device == "cpu" and self.prepack else None
             if files is not None and files.problem is None:
-                from intarsia.engines.onnxruntime.mapped import with_mapped_weights
+                from intarsia.engines.onnxruntime.nbits import map_weights
 
-                model = with_mapped_weights(model, files)
+                model = replace(model, weights=map_weights(model.proto, model.weights, files))
                 folder = files.folder if files.places else None
             shared = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
             shared |= {name: value for name, (value, _) in model.on_gpu.items()}
@@ -181,8 +187,6 @@ class OnnxRuntime(NetworkEngine):
         return {}
 
     def open(self, path: Path) -> RuntimeFile:
-        from intarsia.engines.onnxruntime.session import OnnxFile
-
         return OnnxFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:

@@ -1,17 +1,56 @@
-"""A limit on how long an engine may take: the wait ends, and the engine is abandoned."""
+"""What surrounds the builds of engines: files of weights that programs share, and a limit on the time."""
 
 from __future__ import annotations
 
+import tempfile
 import threading
-from collections.abc import Callable
-from contextvars import copy_context
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar, copy_context
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
 from intarsia.errors import EngineError
 
 T = TypeVar("T")
+
+
+class SharedWeights:
+    """A folder for packed weights, and where each lies in it, by its contents."""
+
+    def __init__(self, cleanup: ExitStack) -> None:
+        self._cleanup = cleanup
+        self.places: dict[bytes, Any] = {}
+        self.problem: str | None = None  # why no more weights are written
+
+    @cached_property
+    def folder(self) -> str:
+        """The folder, which is made when it is needed."""
+        # Windows does not delete mapped files. Other systems keep their contents as long as they are mapped.
+        folder = tempfile.TemporaryDirectory(prefix="intarsia_weights_", ignore_cleanup_errors=True)
+        return self._cleanup.enter_context(folder)
+
+
+_shared: ContextVar[SharedWeights | None] = ContextVar("shared weights", default=None)
+
+
+@contextmanager
+def sharing_weights() -> Iterator[SharedWeights]:
+    """A block in which engines may put packed weights into files, which the programs built in it share."""
+    with ExitStack() as cleanup:
+        shared = SharedWeights(cleanup)
+        token = _shared.set(shared)
+        try:
+            yield shared
+        finally:
+            _shared.reset(token)
+
+
+def shared_weights() -> SharedWeights | None:
+    """The files of the block that runs; None outside a block."""
+    return _shared.get()
 
 
 class OutOfTime(EngineError):
