@@ -162,7 +162,7 @@ def test_guards_are_read_back_and_told() -> None:
     with pytest.warns(UserWarning, match="PyTorch runs this call"):
         answer = fast(x)
     torch.testing.assert_close(answer, model(x), equal_nan=True)
-    with pytest.raises(EngineError, match="it holds .* to inf"):
+    with pytest.raises(EngineError, match=r"it holds .* to inf"):
         strict(x)
 
 

@@ -297,8 +297,8 @@ def _normed(module: fx.GraphModule, node: Any) -> tuple[fx.Node, fx.Node, float]
 # Whisper's encoder (1500 places) took 0.648 ms, and by torch.compile, which takes cuDNN's, 0.605.
 #
 # With a mask PyTorch makes numbers of booleans in every layer, lays them out in rows of a multiple of 8, and
-# takes slower kernels. BERT at batch 8 took 0.669 ms with a mask by ours, 0.724 by theirs, and 0.662 without a
-# mask. A mask of padding and of later positions is taken apart, since a kernel reads one row of padding in
+# takes slower kernels. BERT at batch 8 took 0.669 ms with a mask by ours, 0.724 by theirs, and 0.662
+# without. A mask of padding and of later positions is taken apart, since a kernel reads one row of padding in
 # 11 us and a mask of all pairs in 17 (heads of GPT-2, 32 rows of 128 tokens).
 
 _MOST = 256  # features of a head that the flash kernel knows
