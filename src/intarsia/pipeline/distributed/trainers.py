@@ -6,10 +6,13 @@ example to evaluate it, a rank would compute with the first values of weights th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from intarsia.errors import PartitionError
@@ -24,6 +27,23 @@ def note_trainers(stages: Sequence[nn.Module], stage_ranks: Sequence[int], world
     for stage, rank in zip(stages, stage_ranks, strict=True):
         for parameter in stage.parameters():
             _TRAINER[parameter] = world.mine[rank]
+    if len(set(stage_ranks)) > 1:
+        _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_lbfgs)
+
+
+def _refuse_lbfgs(optimizer: Optimizer, *_: Any) -> None:
+    """Ranks would search along directions of their own, and some would end before the others."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.LBFGS) else []
+    if any(parameter in _TRAINER for group in groups for parameter in group["params"]):
+        raise PartitionError(
+            "torch.optim.LBFGS computes with the gradients of all weights together, and a rank has those of"
+            " its own stages: use an optimizer that updates each weight by itself, such as AdamW"
+        )
 
 
 def note_loaded(parts: Collection[nn.Module], world: World) -> None:
