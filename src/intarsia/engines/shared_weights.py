@@ -1,8 +1,9 @@
-"""Files of packed weights that the programs of one model share, while they are built."""
+"""Files of packed weights that the programs of one model share, while they are built or loaded."""
 
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,12 @@ class SharedWeights:
         self._cleanup = cleanup
         self.places: dict[bytes, Any] = {}
         self.problem: str | None = None  # why no more weights are written
+        self.lock = threading.Lock()  # a file is loaded by two threads
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to tell the user."""
+        return () if self.problem is None else (f"programs do not share packed weights: {self.problem}",)
 
     @cached_property
     def folder(self) -> str:

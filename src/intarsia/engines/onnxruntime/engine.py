@@ -25,13 +25,14 @@ from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, pro
 from intarsia.engines.onnxruntime.session import session_program, weight_value
 from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports
-from intarsia.engines.shared_weights import shared_weights
+from intarsia.engines.shared_weights import SharedWeights, shared_weights
 from intarsia.errors import EngineError, first_line
+from intarsia.memory import release_mapped
 
 if TYPE_CHECKING:
     import torch
 
-    from intarsia.engines.onnxruntime.model import Model
+    from intarsia.engines.onnxruntime.model import Model, Values
     from intarsia.network import Network
 
 
@@ -46,6 +47,8 @@ _ROUNDING = (
     "FastGeluFusion",
     "QuickGeluFusion",
 )
+
+_PACKED = b"MatMulNBits"  # as a model's file names products whose weights have few bits
 
 # Given no rows or no steps, they divide by zero in a thread of their own, which ends the process (1.31.1).
 _ENDS_PROCESS_IF_EMPTY = frozenset({"GRU", "LSTM"})
@@ -153,13 +156,7 @@ class OnnxRuntime(NetworkEngine):
             if self.device == "cpu" and not self.rounds_before_packed:
                 net = with_halved_bytes(net)
             net = with_unsigned_weights(net)
-            model, folder = self._guarded(net), None
-            files = shared_weights() if self.device == "cpu" and self.prepack else None
-            if files is not None and files.problem is None:
-                from intarsia.engines.onnxruntime.mapped import with_mapped_weights
-
-                model = with_mapped_weights(model, files)
-                folder = files.folder if files.places else None
+            model, folder = self._mapped(self._guarded(net))
             shared = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
             shared |= {name: value for name, (value, _) in model.on_gpu.items()}
             session = self._session(
@@ -218,10 +215,15 @@ class OnnxRuntime(NetworkEngine):
         folder, name = os.path.split(os.path.realpath(file.path))
         if names_files(blob):
             raise EngineError("the packed model refers to other files")
-        values = {key: weight_value(weights[key]) for key in weights if key not in file.places}
-        shared = {key: values[key][0] for key in about["shared"] if key in values}
+        # What is packed for several sessions is not read from this file, but from their own.
+        shares = self._files() is not None and _PACKED in bytes(blob)
+        places = {} if shares else file.places
+        values = {key: weight_value(weights[key]) for key in weights if key not in places}
         try:
-            model = bytes(blob) + named_weights(weights, file.places, name)
+            model = bytes(blob) + named_weights(weights, places, name)
+            if shares:
+                model, values, folder = self._mapped_again(model, values, weights)
+            shared = {key: values[key][0] for key in about["shared"] if key in values}
             float64 = about.get("float64", False)
             session = self._session(model, values, shared, static=True, folder=folder, float64=float64)
         except Exception as error:
@@ -229,6 +231,32 @@ class OnnxRuntime(NetworkEngine):
         if len(session.get_outputs()) != len(ports.outputs) + bool(checks.computed):
             raise EngineError(f"the packed model has {len(session.get_outputs())} outputs")
         return self._program(ports, session, values, checks)
+
+    def _files(self) -> SharedWeights | None:
+        """The files of packed weights that sessions are to share; None if each has its own."""
+        files = shared_weights() if self.device == "cpu" and self.prepack else None
+        return None if files is None or files.problem is not None else files
+
+    def _mapped(self, model: Model) -> tuple[Model, str | None]:
+        """The model with packed weights in shared files, and the folder of these."""
+        if (files := self._files()) is None:
+            return model, None
+        from intarsia.engines.onnxruntime.mapped import with_mapped_weights
+
+        model = with_mapped_weights(model, files)
+        return model, files.folder if files.places else None
+
+    def _mapped_again(
+        self, data: bytes, values: Values, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[bytes, Values, str | None]:
+        """The same for a packed model. The memory of weights that it has in files is released."""
+        import onnx
+
+        from intarsia.engines.onnxruntime.model import Model
+
+        model, folder = self._mapped(Model(onnx.load_model_from_string(data), values, {}, Checks()))
+        release_mapped(weights[name] for name in values.keys() - model.weights.keys())
+        return model.data, model.weights, folder
 
     def _guarded(self, net: Network) -> Model:
         from intarsia.engines.onnxruntime.model import guarded

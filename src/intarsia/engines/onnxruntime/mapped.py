@@ -34,7 +34,8 @@ def with_mapped_weights(model: Model, shared: SharedWeights) -> Model:
         if name not in model.weights or name in mapped or any(n not in held for n in _constants(node)):
             continue
         try:
-            place = _place(node, held, model.weights, shared)
+            with shared.lock:
+                place = _place(node, held, model.weights, shared)
         except Exception as error:  # such as a full disk
             shared.problem = first_line(error)
             break
