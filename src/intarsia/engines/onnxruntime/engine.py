@@ -212,6 +212,7 @@ class OnnxRuntime(NetworkEngine):
         """A session that reads its weights from the file, piece by piece: a kernel that packs one into a
         layout of its own releases the plain one."""
         ports, checks = Ports.from_json(about["ports"]), Checks.from_json(about["checks"])
+        folder: str | None
         folder, name = os.path.split(os.path.realpath(file.path))
         if names_files(blob):
             raise EngineError("the packed model refers to other files")
