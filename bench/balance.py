@@ -36,9 +36,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from intarsia.cli.pipeline_model import TinyGPT
+from intarsia.cli.pipeline_train import TinyGPT
+from intarsia.pipeline import solver as blockpartition
 from intarsia.pipeline import split
-from intarsia.pipeline.balance import solver as blockpartition
 
 Costs = list[float]
 Cutter = Callable[[Costs, int], list[Costs]]

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import nn
 
-from intarsia.cli.pipeline_model import TinyGPT
+from intarsia.cli.pipeline_train import TinyGPT
 from intarsia.pipeline import split
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.plan.simulate import simulate

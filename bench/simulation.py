@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from intarsia.cli.pipeline_model import TinyGPT, next_token_loss
+from intarsia.cli.pipeline_train import TinyGPT, next_token_loss
 from intarsia.pipeline import Stages, split
 from intarsia.pipeline.plan.cluster import Link
 from intarsia.pipeline.plan.simulate import StageTable, end_times

@@ -19,7 +19,7 @@ from intarsia.cache.machine import machine_key, package_version, processor_name
 from intarsia.cache.store import JsonStore, cache_directory, write_atomically
 from intarsia.engines import OnnxRuntime
 from intarsia.pipeline import balance_by_time
-from intarsia.pipeline.balance.profile import cache_path
+from intarsia.pipeline.balance import cache_path
 from intarsia.rewrite.apply import Benefits, cache_file, engine_key
 
 

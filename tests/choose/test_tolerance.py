@@ -23,7 +23,7 @@ from intarsia.engines import (
     OpenVINOInt4Weights,
     OpenVINOInt8Weights,
 )
-from intarsia.engines.time_limit import OutOfTime
+from intarsia.engines.building import OutOfTime
 from intarsia.errors import InputError
 
 Call = Callable[[], object]

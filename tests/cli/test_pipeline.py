@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from intarsia.cli.main import main
 from intarsia.cli.pipeline import app
-from intarsia.pipeline.plan.draw import ascii_gantt
+from intarsia.pipeline.plan.simulate import ascii_gantt
 from intarsia.pipeline.schedules import schedule
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"

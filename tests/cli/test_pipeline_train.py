@@ -17,8 +17,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from intarsia.cli.pipeline import app
-from intarsia.cli.pipeline_model import job_of
-from intarsia.cli.pipeline_train import text_curve
+from intarsia.cli.pipeline_train import job_of
+from intarsia.drawing import text_curve
 from intarsia.errors import InputError
 
 pytestmark = pytest.mark.slow

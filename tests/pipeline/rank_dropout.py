@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from intarsia.pipeline import Stages, keyed_random, split
-from intarsia.pipeline.distributed.sharded import whole
+from intarsia.pipeline.distributed.placement import whole
 
 STEPS, SEED, BATCH, VOCABULARY = 4, 5, 8, 40
 # Modules that are computed again by name.

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline import keyed_random, split
-from intarsia.pipeline.distributed.sharded import whole
+from intarsia.pipeline.distributed.placement import whole
 
 PLAN = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from intarsia.pipeline.balance import balance_by_size, balance_by_time, balance_cost
-from intarsia.pipeline.balance.profile import (
-    CostCache,
+from intarsia.pipeline.balance import (
+    balance_by_size,
+    balance_by_time,
+    balance_cost,
     cache_path,
     layerwise_sandbox,
     profile_sizes,
@@ -210,16 +211,16 @@ def test_times_are_remembered_by_content():
 
 
 @pytest.mark.filterwarnings("ignore:cannot read")
-def test_a_damaged_cache_is_replaced():
+@pytest.mark.parametrize("content", ["{ not json", "[1, 2]"])
+def test_a_damaged_cache_is_replaced(content):
     cache_path().parent.mkdir(parents=True)
-    cache_path().write_text("{ not json")
-    cache = CostCache()
-    cache.put("key", 1.5)
-    cache.save()
-    assert json.loads(cache_path().read_text()) == {"key": 1.5}
-    assert CostCache().get("key") == 1.5 and CostCache(enabled=False).get("key") is None
-    cache_path().write_text("[1, 2]")
-    assert CostCache().costs == {}
+    cache_path().write_text(content)
+    (seconds,) = profile_times(nn.Sequential(Delay(0.001)), torch.rand(2), 0, cpu)
+    (key,) = json.loads(cache_path().read_text())
+    assert json.loads(cache_path().read_text()) == {key: seconds}
+    cache_path().write_text(json.dumps({key: "soon"}))
+    (again,) = profile_times(nn.Sequential(Delay(0.001)), torch.rand(2), 0, cpu)
+    assert json.loads(cache_path().read_text()) == {key: again}
 
 
 def test_code_is_content():
@@ -231,4 +232,4 @@ def test_code_is_content():
 
     for code in ("x + 1", "x + 2", "x * 2"):
         profile_times(layer(code), torch.rand(2), 0, cpu)
-    assert len(CostCache().costs) == 3
+    assert len(json.loads(cache_path().read_text())) == 3

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intarsia.pipeline.balance import solver as blockpartition
-from intarsia.pipeline.balance.solver import balance_stages
+from intarsia.pipeline import solver as blockpartition
+from intarsia.pipeline.solver import balance_stages
 
 CHECK = settings(deadline=None, max_examples=150)
 

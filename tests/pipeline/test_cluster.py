@@ -273,7 +273,7 @@ def test_a_thousand_layers_on_a_thousand_devices_take_seconds():
     best = search(Space(line, cluster, 4096))[0]
     assert time.process_time() - begin < 30
     ideal = 4096 * 3 * 1.0 / 1024  # every device busy all the time, nothing fixed
-    assert best.layout.devices == 1024 and best.memory <= 80e9 and ideal < best.step_time < 1.3 * ideal
+    assert best.devices == 1024 and best.memory <= 80e9 and ideal < best.step_time < 1.3 * ideal
 
 
 def test_nodes_are_merged_into_layers():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.stages.cut import choose_cuts
+from intarsia.pipeline.split import choose_cuts
 
 
 def loads(weights, cuts, speeds):
@@ -70,5 +70,5 @@ def test_refusals():
         choose_cuts([1.0], [0.0, 0.0], [], 0)
     with pytest.raises(PartitionError, match="needs 1 cuts; the graph allows 0"):
         choose_cuts([1.0], [0.0, 0.0], [], 2)
-    with pytest.raises(PartitionError, match="1 speeds"):
+    with pytest.raises(PartitionError, match="one entry per stage"):
         choose_cuts([1.0, 1.0], [0.0, 0.0, 0.0], [1], 2, speeds=[1.0])

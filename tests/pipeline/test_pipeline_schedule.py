@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.plan.draw import ascii_gantt, save_gantt
-from intarsia.pipeline.plan.simulate import simulate
+from intarsia.pipeline.plan.simulate import ascii_gantt, save_gantt, simulate
 from intarsia.pipeline.schedules import SCHEDULES, Action, Schedule, Slot, schedule
 
 F, B, I, W = Action.FORWARD, Action.BACKWARD, Action.INPUT, Action.WEIGHT  # noqa: E741

@@ -12,8 +12,7 @@ from torch import nn
 from intarsia.pipeline import GPipe, is_checkpointing, is_recomputing
 from intarsia.pipeline.gpipe.checkpoint import enable_checkpointing, enable_recomputing
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
-from intarsia.pipeline.gpipe.skip.portal import (
+from intarsia.pipeline.gpipe.portal import (
     Portal,
     PortalBlue,
     PortalCopy,
@@ -21,8 +20,18 @@ from intarsia.pipeline.gpipe.skip.portal import (
     SkipTrackerThroughPortals,
     SkipTrackerThroughPotals,
 )
-from intarsia.pipeline.gpipe.skip.skippable import SkipLayout, inspect_skip_layout
-from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+from intarsia.pipeline.gpipe.skip import (
+    Namespace,
+    SkipLayout,
+    SkipTracker,
+    current_skip_tracker,
+    inspect_skip_layout,
+    pop,
+    skippable,
+    stash,
+    use_skip_tracker,
+    verify_skippables,
+)
 from intarsia.pipeline.gpipe.stream import fork, join
 
 

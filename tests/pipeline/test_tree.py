@@ -12,7 +12,7 @@ from torch import nn
 
 from intarsia.errors import CaptureError, InputError, PartitionError
 from intarsia.pipeline.split import split
-from intarsia.pipeline.stages.behaviour import mean_inside
+from intarsia.pipeline.stages.export import mean_inside
 
 
 class Moody(nn.Module):

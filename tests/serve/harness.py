@@ -19,7 +19,8 @@ from torch.export import Dim
 
 import intarsia
 from intarsia.runtime import Compiled
-from intarsia.serve.app import Options, Service, app_of
+from intarsia.serve import Options
+from intarsia.serve.app import Service, app_of
 from intarsia.serve.interface import Interface
 from intarsia.serve.queue import Batching, decide
 from intarsia.serve.server import Draining

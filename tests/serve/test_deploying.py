@@ -26,7 +26,7 @@ import intarsia
 from intarsia.cli.main import app
 from intarsia.cli.running import serve
 from intarsia.errors import InputError
-from intarsia.serve.app import Options
+from intarsia.serve import Options
 
 ROOT = Path(__file__).parents[2]
 

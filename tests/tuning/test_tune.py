@@ -16,7 +16,7 @@ import intarsia
 from intarsia.cli.main import app
 from intarsia.errors import InputError
 from intarsia.tuning import Tuned
-from intarsia.tuning.holders import held_modules
+from intarsia.tuning.recorded import held_modules
 
 ANYHOW: dict[str, Any] = {"only_if_faster": False, "rounds": 1, "least_share": 0.0, "min_block_size": 1}
 

@@ -27,7 +27,7 @@ from intarsia.build.trial import (
 )
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.engines.base import GuardedProgram
-from intarsia.engines.time_limit import OutOfTime
+from intarsia.engines.building import OutOfTime
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.logs import log_refusals

@@ -14,7 +14,7 @@ from torch import fx
 from intarsia.compare import disagreement, relative_error
 from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
-from intarsia.engines.time_limit import OutOfTime, within
+from intarsia.engines.building import OutOfTime, within
 from intarsia.errors import IntarsiaError, error_text
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.piece import Piece

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from intarsia.cli.arguments import AsJson, Full, Model, check_writable, print_json
-from intarsia.drawing.drawing import check_picture
+from intarsia.drawing import check_picture
 from intarsia.errors import InputError, IntarsiaError, PartitionError, count_text
 
 app: typer.Typer = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
@@ -24,6 +25,8 @@ ScheduleName = Annotated[str, typer.Option(help="Name of a schedule; see `intars
 Imports = Annotated[
     list[str] | None, typer.Option("--import", help="Python file or module that defines schedules.")
 ]
+_LAUNCH = "--standalone"  # the first argument of the process that starts one process per rank
+
 Microbatches = Annotated[int, typer.Option(help="Number of micro-batches.")]
 
 
@@ -65,7 +68,7 @@ def draw(
     json: AsJson = False,
 ) -> None:
     """Draw a schedule as text or as a picture."""
-    from intarsia.pipeline.plan.draw import ascii_gantt, save_gantt
+    from intarsia.pipeline.plan.simulate import ascii_gantt, save_gantt
     from intarsia.pipeline.schedules import schedule as schedule_of
 
     check_writable(picture)
@@ -159,12 +162,11 @@ def run(
         if model is None and text is not None:
             raise PartitionError("--text needs a model to train")
         if model is not None:
-            from intarsia.cli.pipeline_model import find_factory
+            from intarsia.cli.pipeline_train import find_factory
 
             find_factory(model)  # raises here for an unknown name, not on every rank
         raise typer.Exit(_under_torchrun(ranks, _words(context.params)))
-    from intarsia.cli.pipeline_model import demo_job, job_of
-    from intarsia.cli.pipeline_train import Training, train_rank
+    from intarsia.cli.pipeline_train import Training, demo_job, job_of, train_rank
 
     job = demo_job(microbatches) if model is None else job_of(model, text, batch, length)
     options = Training(
@@ -201,10 +203,34 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 
 def _under_torchrun(ranks: int, options: list[str]) -> int:
     """Start this command again, once per rank; returns the exit code."""
-    torchrun = [sys.executable, "-m", "intarsia.cli.torchrun", "--standalone", f"--nproc_per_node={ranks}"]
+    torchrun = [sys.executable, "-m", "intarsia.cli.pipeline", _LAUNCH, f"--nproc_per_node={ranks}"]
     command = [*torchrun, "-m", "intarsia.cli.pipeline", "run", *options]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _launch() -> None:
+    """Run torchrun. Print the error of the first failed rank, or its exit status, as one sentence."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    logging.disable(logging.CRITICAL)  # only torchrun logs in this process
+    try:
+        main()
+    except ChildFailedError as error:
+        messages = [text for _, failure in sorted(error.failures.items()) if (text := _recorded(failure))]
+        rank, first = error.get_first_failure()
+        status = f"rank {rank} ended with exit status {first.exitcode}"
+        print(messages[0] if messages else status, file=sys.stderr)
+        raise SystemExit(2 if messages else 3) from None
+
+
+def _recorded(failure: Any) -> str:
+    """The error that a rank recorded, without the name of the exception; empty if it recorded none."""
+    data = failure.error_file_data
+    message = data.get("message") if isinstance(data, dict) else None
+    text = message.get("message", "") if isinstance(message, dict) else ""
+    return str(text).partition(": ")[2]
 
 
 def _run_rank() -> None:
@@ -222,4 +248,4 @@ def _run_rank() -> None:
 
 
 if __name__ == "__main__":
-    _run_rank()
+    _launch() if sys.argv[1:2] == [_LAUNCH] else _run_rank()

@@ -1,33 +1,218 @@
-"""One rank of a training run of `intarsia pipeline run`: progress, loss curve, checkpoints, resuming."""
+"""The jobs of `intarsia pipeline run`, and one rank of their training: progress, checkpoints, resuming."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
-import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from intarsia.cli.pipeline_model import Batch, Job
-from intarsia.drawing.drawing import new_figure, save_figure
+from intarsia.cli.model import load_factory
+from intarsia.drawing import save_curve, text_curve
 from intarsia.errors import InputError, PipelineError
 from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 from intarsia.pipeline.distributed.start import start_process_group
 from intarsia.pipeline.plan.simulate import simulate
 from intarsia.pipeline.schedules import SCHEDULES, schedule
 from intarsia.pipeline.split import split
+
+TEXT = (
+    b"to cut a model at its waist, and lay the pieces side by side, and lose no grain of what it knew. " * 40
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call of the model, and its target."""
+
+    args: tuple[Any, ...]
+    target: Any
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to train. `data(step)` returns the batch of a step, which is the same on every rank."""
+
+    model: nn.Module
+    data: Callable[[int], Batch]
+    loss: Callable[[Any, Any], Tensor]
+    loss_weight: Any = None
+    compare: bool = False  # whether to compare the first gradients with those of the model on one device
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Windows of a text with one token per byte, at random positions for every step."""
+
+    text: bytes
+    batch: int
+    length: int
+
+    def __call__(self, step: int) -> Batch:
+        data = torch.frombuffer(bytearray(self.text), dtype=torch.uint8).long()
+        draw = torch.Generator().manual_seed(step)
+        starts = torch.randint(0, len(data) - self.length + 1, (self.batch,), generator=draw)
+        ids = torch.stack([data[s : s + self.length] for s in starts.tolist()])
+        return Batch((ids,), ids, {"use_cache": False})
+
+
+def job_of(name: str, text: Path | None = None, batch: int = 16, length: int = 64) -> Job:
+    """The job with this name: `file.py:factory`, `module:factory`, or a Hugging Face model type with sizes.
+
+    A factory has no arguments and returns `(model, data, loss)`. `data(step)` returns `(args, target)` or
+    `(args, kwargs, target)`, and `loss(output, target)` a scalar. If it returns only a module, the module is
+    trained as a language model of bytes. `gpt2:n_layer=4,n_embd=128` is Hugging Face's configuration of this
+    type with these changes, and random weights; nothing is downloaded.
+    """
+    job = find_factory(name)()
+    if isinstance(job, nn.Module):
+        return Job(job, _text(job, text, batch, length), next_token_loss, "equal")
+    if not (isinstance(job, tuple) and len(job) == 3 and isinstance(job[0], nn.Module)):
+        raise InputError(f"{name} must return (model, data, loss) or a model, not {type(job).__name__}")
+    if text is not None:
+        raise InputError(f"{name} has its own data; --text is for language models")
+    model, data, loss = job
+    return Job(model, lambda step: _batch(data(step), name), loss)
+
+
+def find_factory(name: str) -> Callable[[], Any]:
+    """The factory with this name, not yet called. Raises InputError for an unknown name."""
+    place, _, rest = name.partition(":")
+    return load_factory(place, rest) if rest and "=" not in rest else _hugging_face(place, rest)
+
+
+def next_token_loss(output: Any, ids: Tensor) -> Tensor:
+    """The mean cross entropy of each token, predicted from the tokens before it."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def _text(model: nn.Module, text: Path | None, batch: int, length: int) -> TextData:
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is not None and vocabulary < 256:
+        raise InputError(
+            f"the model has a vocabulary of {vocabulary}; a text of bytes needs vocab_size=256 or more"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise InputError(f"--length={length} is more than the {positions} positions of the model")
+    try:
+        data = TEXT if text is None else text.read_bytes()
+    except OSError as error:
+        raise InputError(f"the text {text} cannot be read: {error.strerror}") from error
+    if len(data) < length:
+        raise InputError(f"the text has {len(data)} bytes, less than --length={length}")
+    return TextData(data, batch, length)
+
+
+def _batch(value: Any, name: str) -> Batch:
+    if not isinstance(value, tuple) or len(value) not in (2, 3):
+        form = "(args, target) or (args, kwargs, target)"
+        raise InputError(f"the data of {name} must return {form} for a step")
+    args, kwargs = value[0], value[1] if len(value) == 3 else {}
+    return Batch(args if isinstance(args, tuple) else (args,), value[-1], kwargs)
+
+
+def _hugging_face(kind: str, sizes: str) -> Callable[[], nn.Module]:
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise InputError(f"{kind} needs Hugging Face: pip install transformers") from error
+    if kind not in CONFIG_MAPPING:
+        raise InputError(
+            f"{kind!r} is not a model type of Hugging Face (gpt2, llama, ...); for your own model, give"
+            " file.py:factory or module:factory"
+        )
+    changes: dict[str, Any] = {}
+    for item in filter(None, sizes.split(",")):
+        key, _, value = item.partition("=")
+        if not value:
+            raise InputError(f"{item!r} is not of the form name=value")
+        try:
+            changes[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            changes[key] = value
+    config = AutoConfig.for_model(kind, **{"vocab_size": 256, **changes})
+    unknown = [k for k in changes if not hasattr(type(config)(), k)]
+    if unknown:
+        raise InputError(f"the configuration of {kind} has no {unknown[0]!r}")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (getattr(config, key, None) or 0) >= config.vocab_size:
+            setattr(config, key, 0)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        return model.train()
+
+    return build
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each after a norm and with a skip connection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads: int = heads
+        self.norm1: nn.LayerNorm = nn.LayerNorm(width)
+        self.norm2: nn.LayerNorm = nn.LayerNorm(width)
+        self.qkv: nn.Linear = nn.Linear(width, 3 * width)
+        self.out: nn.Linear = nn.Linear(width, width)
+        self.up: nn.Linear = nn.Linear(width, 4 * width)
+        self.down: nn.Linear = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One layer."""
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class TinyGPT(nn.Module):
+    """A decoder whose head is tied to its embedding."""
+
+    def __init__(self, vocabulary: int = 256, width: int = 64, layers: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.tokens: nn.Embedding = nn.Embedding(vocabulary, width)
+        self.places: nn.Embedding = nn.Embedding(128, width)
+        self.blocks: nn.ModuleList = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm: nn.LayerNorm = nn.LayerNorm(width)
+        self.head: nn.Linear = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The logits of the next token at every position."""
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def demo_job(microbatches: int) -> Job:
+    """A small GPT and one batch of random tokens."""
+    torch.manual_seed(0)
+    model, ids = TinyGPT(), torch.randint(0, 256, (4 * microbatches, 32))
+    return Job(model, lambda step: Batch((ids,), ids), next_token_loss, compare=True)
+
 
 Echo = Callable[[str], None]
 
@@ -186,43 +371,3 @@ def _latest(folder: Path) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
-
-
-def text_curve(losses: Sequence[float], width: int = 60, height: int = 10) -> str:
-    """The losses as a chart of characters; several steps share a column if there are many.
-
-    >>> print(text_curve([3.0, 2.0, 1.0], width=3, height=3))
-    3.000 |*
-          | *
-    1.000 |  *
-    """
-    points = _columns([x for x in losses if math.isfinite(x)], width)
-    if not points:
-        return "no losses"
-    low, high = min(points), max(points)
-    scale = (height - 1) / (high - low) if high > low else 0.0
-    rows = [round((high - p) * scale) for p in points]
-    ends = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}
-    margin = max(map(len, ends.values()))
-    lines = []
-    for y in range(height):
-        marks = "".join("*" if r == y else " " for r in rows).rstrip()
-        lines.append(f"{ends.get(y, ''):>{margin}} |{marks}")
-    return "\n".join(lines)
-
-
-def save_curve(losses: Sequence[float], path: Path) -> None:
-    """Write a chart of the losses as a picture."""
-    figure = new_figure(7, 3.5)
-    axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, color="#1565c0")
-    axes.set(title=f"loss over {len(losses)} steps", xlabel="step", ylabel="loss")
-    axes.grid(color="#dddddd")
-    save_figure(figure, path)
-
-
-def _columns(values: Sequence[float], width: int) -> list[float]:
-    if len(values) <= width:
-        return list(values)
-    bounds = [len(values) * i // width for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]

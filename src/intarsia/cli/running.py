@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +22,7 @@ from intarsia.cli.arguments import (
     print_json,
 )
 from intarsia.errors import InputError
+from intarsia.serve import Options
 
 
 def run(
@@ -37,8 +41,7 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Run a compiled file once, print a summary of its outputs, and time it."""
-    from intarsia.serve.interface import load_interface
-    from intarsia.serve.payload import drawn, read, summary, write
+    from intarsia.serve.interface import drawn, load_interface, read, summary, write
     from intarsia.timing import race
 
     check_writable(outputs)
@@ -79,41 +82,9 @@ def _sizes(options: list[str]) -> dict[str, int]:
     return sizes
 
 
-def serve(
-    file: Archive,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 for any free port.", min=0, max=65535)] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Rows that may share a call; 1 turns batching off.")] = 32,
-    wait_ms: Annotated[
-        float, typer.Option(help="Milliseconds that a request waits for others to share its call.")
-    ] = 2.0,
-    queue: Annotated[int, typer.Option(help="Requests in progress; further ones get status 503.")] = 256,
-    max_body: Annotated[int, typer.Option(help="Bytes of a request; larger ones get status 413.")] = 64
-    * 2**20,
-    max_held: Annotated[
-        int, typer.Option(help="Bytes of all requests in progress; further ones get status 503.")
-    ] = 512 * 2**20,
-    read_s: Annotated[float, typer.Option(help="Seconds that a client may take to send a request.")] = 30.0,
-    answer_s: Annotated[
-        float, typer.Option(help="Seconds until a request without an answer gets status 504.")
-    ] = 60.0,
-    linger_s: Annotated[
-        float, typer.Option(help="Seconds that a stopping server answers with status 503.")
-    ] = 1.0,
-    stop_s: Annotated[
-        float, typer.Option(help="Seconds that a stopping server waits for requests in progress.")
-    ] = 30.0,
-    workers: Annotated[int, typer.Option(help="Number of processes.")] = 1,
-    connections: Annotated[int, typer.Option(help="Open connections; further ones get status 503.")] = 1000,
-    imports: Imports = None,
-    json: Annotated[bool, typer.Option("--json", help="Print address, inputs and outputs as JSON.")] = False,
-) -> None:
+def serve(file: Archive, *, imports: Imports = None, json: AsJson = False, **options: Any) -> None:
     """Serve a compiled file over HTTP: POST /predict, GET /, /health and /metrics."""
-    options = {name: value for name, value in locals().items() if name not in ("file", "imports", "json")}
     try:
-        from intarsia.serve.app import Options
         from intarsia.serve.server import serve as serve_file
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("intarsia"):
@@ -121,6 +92,23 @@ def serve(
         raise InputError(f"serving needs {error.name}: pip install 'intarsia[serve]'") from error
 
     serve_file(str(file), Options(**options, imports=tuple(imports or ())), as_json=json)
+
+
+def _with_options(command: Callable[..., None]) -> inspect.Signature:
+    """The signature of `serve`, with a parameter for each field of `Options`, for typer."""
+    annotated: Any = Annotated  # mypy would read the index of the name itself as a type
+    signature = inspect.signature(command, eval_str=True)
+    named = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for field in fields(Options):
+        text = annotated[type(field.default), typer.Option(help=field.metadata.get("help"))]
+        option = inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=text
+        )
+        named.setdefault(field.name, option)
+    return signature.replace(parameters=list(named.values()))
+
+
+serve.__signature__ = _with_options(serve)  # type: ignore[attr-defined]
 
 
 def tune(
@@ -140,7 +128,7 @@ def tune(
     """
     from rich.console import Console
 
-    from intarsia.tuning.script import ScriptTuner, run_script
+    from intarsia.tuning.tune import ScriptTuner, run_script
 
     options: dict[str, Any] = compile_options(engines, None, choices)
     console = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -18,7 +18,6 @@ from intarsia.engines.base import Program as Program
 from intarsia.engines.base import RuntimeFile as RuntimeFile
 from intarsia.engines.base import WeightFile as WeightFile
 from intarsia.engines.base import Workload as Workload
-from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
 from intarsia.engines.mnn.engine import MNN as MNN
 from intarsia.engines.mnn.engine import MNNFp16 as MNNFp16
@@ -32,6 +31,7 @@ from intarsia.engines.openvino.short import OpenVINOFp16 as OpenVINOFp16
 from intarsia.engines.openvino.short import OpenVINOInt4Weights as OpenVINOInt4Weights
 from intarsia.engines.openvino.short import OpenVINOInt8 as OpenVINOInt8
 from intarsia.engines.openvino.short import OpenVINOInt8Weights as OpenVINOInt8Weights
+from intarsia.engines.pytorch import CuDNN as CuDNN
 from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError, error_text
 

@@ -13,7 +13,7 @@ from intarsia.archive.codec import Json
 from intarsia.archive.files import check_shareable, check_weights, weight_digests
 from intarsia.archive.reader import Bundle, complaining, open_bundle
 from intarsia.archive.writer import BundleWriter
-from intarsia.engines.shared_weights import sharing_weights
+from intarsia.engines.building import sharing_weights
 from intarsia.errors import ArchiveError, InputError
 from intarsia.generation.anatomy import Anatomy, anatomy_of
 from intarsia.generation.check import checked, worst

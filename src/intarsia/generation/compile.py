@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from intarsia.engines import short_engines
-from intarsia.engines.shared_weights import sharing_weights
+from intarsia.engines.building import sharing_weights
 from intarsia.errors import InputError
 from intarsia.generation.anatomy import Anatomy, anatomy_of
 from intarsia.generation.check import LEAST, Checked, checked, worst

@@ -13,7 +13,7 @@ from torch import fx
 from intarsia.convert.interpreter import Signature, constant_of, dry_convert, signature_of
 from intarsia.convert.registry import registry
 from intarsia.engines import Engine, GraphEngine, NetworkEngine
-from intarsia.engines.time_limit import OutOfTime, within
+from intarsia.engines.building import OutOfTime, within
 from intarsia.graph.nodes import is_compute, is_control_flow
 from intarsia.network import Network
 from intarsia.partition.table import PYTORCH, SupportTable

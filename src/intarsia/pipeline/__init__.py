@@ -7,8 +7,7 @@ from intarsia.pipeline.gpipe.keyed_random import keyed_random
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.plan.cluster import Cluster
-from intarsia.pipeline.plan.draw import ascii_gantt, save_gantt
-from intarsia.pipeline.plan.simulate import Simulation, simulate
+from intarsia.pipeline.plan.simulate import Simulation, ascii_gantt, save_gantt, simulate
 from intarsia.pipeline.planner import PipelinePlan, measure, plan_pipeline
 from intarsia.pipeline.schedules import SCHEDULES, Action, Schedule, Slot, define_schedule, schedule
 from intarsia.pipeline.split import split

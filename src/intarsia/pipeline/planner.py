@@ -23,8 +23,14 @@ from intarsia.pipeline.plan.cluster import Cluster, Link
 from intarsia.pipeline.plan.search import Candidate, every_candidate, search
 from intarsia.pipeline.plan.space import Allowed, LayerLine, Layout, Space, merge
 from intarsia.pipeline.schedules import SCHEDULES
-from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages, rank_zero
-from intarsia.pipeline.stages.cut import cheapest_places, choose_cuts
+from intarsia.pipeline.split import (
+    WEIGHT_COPIES,
+    cheapest_places,
+    choose_cuts,
+    crossing_prices,
+    make_stages,
+    rank_zero,
+)
 from intarsia.pipeline.stages.profile import cost_source, profile
 from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.trace import Trace, trace
@@ -51,7 +57,7 @@ class PipelinePlan:
     @property
     def layout(self) -> Layout:
         """How the devices are used."""
-        return self.choice.layout
+        return self.choice
 
     def distributed(self, **options: Unpack[DistributedKeywords]) -> DistributedPipeline:
         """This rank's part of the plan. `options` are those of `Stages.distributed` (`loss_fn`, ...).

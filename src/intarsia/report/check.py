@@ -26,8 +26,7 @@ from intarsia.logs import counted, working
 from intarsia.lower.lowered import Lowered, example_inputs
 from intarsia.lower.model import lower_model
 from intarsia.lower.size_examples import corners
-from intarsia.report.candidate import Candidate, candidate_of
-from intarsia.report.first_difference import FirstDifference, first_difference
+from intarsia.report.first_difference import Candidate, FirstDifference, candidate_of, first_difference
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 
 from intarsia.errors import IntarsiaError
-from intarsia.serve.app import Options
+from intarsia.serve import Options
 from intarsia.serve.server import serve
 
 
@@ -21,7 +21,8 @@ def main() -> None:
         if option.name == "imports":
             continue
         flag, default = f"--{option.name.replace('_', '-')}", option.default
-        parser.add_argument(flag, type=type(default), default=default, help="default %(default)s")
+        text = f"{option.metadata['help']} Default: %(default)s."
+        parser.add_argument(flag, type=type(default), default=default, help=text)
     arguments = vars(parser.parse_args())
     try:
         serve(arguments.pop("file"), Options(**{**arguments, "imports": tuple(arguments["imports"])}))

@@ -17,43 +17,12 @@ from starlette.requests import ClientDisconnect
 
 from intarsia.errors import InputError, error_text, first_line
 from intarsia.runtime import Compiled
-from intarsia.serve.interface import Interface
-from intarsia.serve.payload import JSON, SAFETENSORS, Unfit, decode, encode
+from intarsia.serve import Options
+from intarsia.serve.interface import JSON, SAFETENSORS, Interface, Unfit, decode, encode
 from intarsia.serve.queue import Batching, Metrics, Outputs, Queue
 
 _INLINE = 64 * 1024  # larger bodies are decoded and encoded in a thread, not to delay other requests
 _KINDS = {JSON: JSON, SAFETENSORS: SAFETENSORS, "application/octet-stream": SAFETENSORS}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of `intarsia serve`."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_batch: int = 32  # rows that may share a call; 1 turns batching off
-    wait_ms: float = 2.0  # how long a request waits for others to share its call
-    queue: int = 256  # requests in progress; further ones get status 503
-    max_body: int = 64 * 2**20  # bytes of a request; larger ones get status 413
-    max_held: int = 512 * 2**20  # bytes of all requests in progress; further ones get status 503
-    read_s: float = 30.0  # how long a client may take to send a request
-    answer_s: float = 60.0  # after this time, a request without an answer gets status 504
-    linger_s: float = 1.0  # how long a stopping server answers with status 503 before it closes its socket
-    stop_s: float = 30.0  # how long a stopping server waits for requests in progress
-    workers: int = 1  # processes
-    connections: int = 1000  # open connections; further ones get status 503 of uvicorn
-    imports: tuple[str, ...] = ()  # modules that define types or operators of the file
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch", "queue", "max_body", "max_held", "workers", "connections"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; at least 1 is needed")
-        for name in ("wait_ms", "linger_s"):
-            if not 0 <= getattr(self, name) < 1e6:
-                raise InputError(f"{name} is {getattr(self, name)}; at least 0 is needed")
-        for name in ("read_s", "answer_s", "stop_s"):
-            if not 0 < getattr(self, name) < 1e6:
-                raise InputError(f"{name} is {getattr(self, name)}; more than 0 is needed")
 
 
 class Refused(Exception):

@@ -24,7 +24,8 @@ import torch
 import uvicorn
 
 from intarsia.errors import InputError, IntarsiaError
-from intarsia.serve.app import Options, Service, app_of
+from intarsia.serve import Options
+from intarsia.serve.app import Service, app_of
 from intarsia.serve.interface import Interface, load_interface
 from intarsia.serve.queue import SHARED, decide
 

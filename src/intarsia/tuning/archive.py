@@ -22,7 +22,7 @@ from intarsia.errors import ArchiveError
 from intarsia.lower.lowered import example_inputs
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
-from intarsia.tuning.holders import held_modules
+from intarsia.tuning.recorded import held_modules
 from intarsia.tuning.tune import Tuned
 
 if TYPE_CHECKING:

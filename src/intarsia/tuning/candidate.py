@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from intarsia.build.faithful import Example, judged_example, whole_fault
 from intarsia.build.judge import Call, Judge
@@ -22,7 +23,7 @@ from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import PAUSE_S, race
-from intarsia.tuning.recorded import CallsOfKind, Recorded, RecordedCall, foreign
+from intarsia.tuning.recorded import PLAIN, CallsOfKind, Recorded, RecordedCall
 
 if TYPE_CHECKING:
     from intarsia.generation import Generation
@@ -84,8 +85,9 @@ def _unsupported_arguments(calls: Recorded) -> str | None:
     """Why a program cannot take the arguments of the calls; None if it can."""
     if any(kind.fills for kind in calls.kinds):
         return "it changes a list or dictionary of its arguments"
-    strange = [foreign(call.args, call.kwargs) for call in calls]
-    return next((f"its arguments contain a {kind}" for kind in strange if kind is not None), None)
+    leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in calls])
+    strange = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))), None)
+    return None if strange is None else f"its arguments contain a {type(strange).__name__}"
 
 
 def _program(

@@ -1,12 +1,15 @@
-"""Recorded calls of modules, and the sizes that vary between them."""
+"""The modules in an object, which of them call which, and recorded calls, with the sizes that vary."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -19,8 +22,152 @@ from intarsia.capture.example import copied_call
 from intarsia.capture.watch import Ended, watch_calls
 from intarsia.errors import InputError
 
+_DEPTH = 6  # of attributes of attributes
+_MOST = 50_000  # objects that are visited
+
+
+def held_modules(target: Any) -> dict[str, nn.Module]:
+    """Every module in an object, once, by a path that describes where it is.
+
+    >>> class Service:
+    ...     def __init__(self):
+    ...         self.models = {"small": nn.Sequential(nn.Linear(2, 2))}
+    >>> list(held_modules(Service()))
+    ["models['small']", "models['small'].0"]
+    """
+    modules: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for path, module in _roots(target, "", _DEPTH, set()):
+        for inner, part in module.named_modules():
+            if id(part) not in seen:
+                seen.add(id(part))
+                modules[".".join(filter(None, (path, inner))) or type(part).__name__] = part
+    return modules
+
+
+def _roots(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(value) in seen or len(seen) > _MOST:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield path, value
+        return
+    if not depth or isinstance(value, (str, bytes, int, float, type, ModuleType)) or value is None:
+        return
+    for name, item in _parts(value, path):
+        yield from _roots(item, name, depth - 1, seen)
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{path}[{key!r}]", item) for key, item in list(value.items()))
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"{path}[{place}]", item) for place, item in enumerate(value))
+    elif isinstance(value, MethodType):
+        yield path, value.__self__
+    elif isinstance(value, FunctionType):
+        for name in value.__code__.co_names:  # a service's handler may use a global model
+            if name in value.__globals__:
+                yield name, value.__globals__[name]
+        for cell, name in zip(value.__closure__ or (), value.__code__.co_freevars, strict=False):
+            try:
+                yield f"{path}.{name}" if path else name, cell.cell_contents
+            except ValueError:  # a variable without a value
+                continue
+    else:
+        slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+        attributes = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+        for name, item in attributes.items():
+            yield f"{path}.{name}" if path else name, item
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """The slots of a class, by the names that `getattr` takes."""
+    named = kind.__dict__.get("__slots__", ())
+    slots = (named,) if isinstance(named, str) else tuple(named)
+    return tuple(name for name in slots if not name.startswith("__"))
+
+
+@dataclass
+class CallTree:
+    """The seconds spent in each module, including its submodules, and its callers (None: other code)."""
+
+    total: float = 0.0
+    seconds: dict[nn.Module, float] = field(default_factory=dict)
+    callers: dict[nn.Module, set[nn.Module | None]] = field(default_factory=dict)
+
+    def share(self, module: nn.Module) -> float:
+        """The share of the whole run that was spent in a module."""
+        return self.seconds.get(module, 0.0) / self.total if self.total else 0.0
+
+    def called_by(self, caller: nn.Module | None) -> list[nn.Module]:
+        """The modules that `caller` called, the slowest first; for None, those that other code called."""
+        modules = [module for module, callers in self.callers.items() if caller in callers]
+        return sorted(modules, key=lambda module: -self.seconds.get(module, 0.0))
+
+
+class Running(threading.local):
+    """The modules that run on this thread, the outermost first, and the times when they began."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[nn.Module, float]] = []
+
+    def begin(self, module: nn.Module) -> list[nn.Module]:
+        """Begin a call of a module; returns its callers."""
+        callers = [caller for caller, _ in self._calls]
+        self._calls.append((module, time.perf_counter()))
+        return callers
+
+    def end(self, module: nn.Module) -> float:
+        """End the call of a module; returns its seconds, or 0.0 if the beginning was not seen."""
+        while self._calls:  # a module that raised may have left entries
+            last, start = self._calls.pop()
+            if last is module:
+                return time.perf_counter() - start
+        return 0.0
+
+
+_LEAST_S, _MOST_RUNS = 0.2, 5  # a shorter call is repeated, to limit noise
+
+
+def call_tree(modules: Iterable[nn.Module], call: Callable[[], object]) -> CallTree:
+    """Run `call`, several times if it is short, and record the calls of these modules.
+
+    >>> import torch
+    >>> inner = nn.ReLU()
+    >>> outer = nn.Sequential(inner)
+    >>> tree = call_tree([outer, inner], lambda: outer(torch.ones(1)))
+    >>> tree.called_by(None) == [outer], tree.called_by(outer) == [inner]
+    (True, True)
+    """
+    tree, running = CallTree(), Running()
+
+    def before(module: nn.Module, _: Any) -> None:
+        callers = running.begin(module)
+        tree.callers.setdefault(module, set()).add(callers[-1] if callers else None)
+
+    def after(module: nn.Module, _: Any, __: Any) -> None:
+        tree.seconds[module] = tree.seconds.get(module, 0.0) + running.end(module)
+
+    handles = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(after, always_call=True))
+    start = time.perf_counter()
+    try:
+        for _ in range(_MOST_RUNS):
+            call()
+            if time.perf_counter() - start > _LEAST_S:
+                break
+    finally:
+        for handle in handles:
+            handle.remove()
+    tree.total = time.perf_counter() - start
+    return tree
+
+
 _STORED = 6  # calls of one kind whose tensors are stored; of others, only sizes and times
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 Kind = tuple[Any, ...]  # equal for calls that one program can answer
 Sizes = tuple[Any, ...]  # the shapes and integers of a call
@@ -46,7 +193,7 @@ class CallsOfKind:
     With `dynamic_shapes`, `intarsia.compile` lets what differs vary.
     """
 
-    signature: inspect.Signature | None = None
+    signature: inspect.Signature
     calls: list[RecordedCall] = field(default_factory=list)
     seen: dict[Sizes, int] = field(default_factory=dict)  # the number of calls with these sizes
     seconds: float = 0.0
@@ -87,7 +234,7 @@ class CallsOfKind:
                 dims.append(_range(set(next(columns))))
             else:
                 dims.append(None)
-        if not any(dims) or self.signature is None:
+        if not any(dims):
             return None
         args, kwargs = pytree.tree_unflatten(dims, structure)
         return dict(self.signature.bind(*args, **kwargs).arguments)
@@ -99,8 +246,8 @@ class Recorded(Sequence[RecordedCall]):
     As a sequence, it has the calls whose tensors are stored: a few of each kind.
     """
 
-    def __init__(self, signature: inspect.Signature | None = None) -> None:
-        self._signature = signature
+    def __init__(self, module: nn.Module) -> None:
+        self._signature = inspect.signature(module.forward)
         self._kinds: dict[Kind, CallsOfKind] = {}
         self.total: int = 0
         self.seconds: float = 0.0
@@ -193,13 +340,6 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
     )
 
 
-def foreign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The type of an argument that capture does not support, such as a cache; None if there is none."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
-    return type(strange[0]).__name__ if strange else None
-
-
 def _tokens(kwargs: dict[str, Any]) -> int:
     """The tokens of a call of a transformers model: those in its cache, and the new ones."""
     cached = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
@@ -212,7 +352,7 @@ def _trait(leaf: Any) -> Any:
         return leaf.dtype, leaf.dim(), leaf.device, leaf.requires_grad
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         return int
-    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else type(leaf)
+    return (type(leaf), leaf) if isinstance(leaf, PLAIN) else type(leaf)
 
 
 def _flat(sizes: Sizes) -> list[int]:
@@ -242,18 +382,13 @@ def recording(model: nn.Module) -> Iterator[Recorded]:
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"recording(...) takes a module, not a {type(model).__name__}")
-    calls = new_recorded(model)
+    calls = Recorded(model)
     handles = watch(model, calls)
     try:
         yield calls
     finally:
         for handle in handles:
             handle.remove()
-
-
-def new_recorded(module: nn.Module) -> Recorded:
-    """An empty record for the calls of a module."""
-    return Recorded(inspect.signature(module.forward))
 
 
 def watch(module: nn.Module, calls: Recorded) -> list[RemovableHandle]:

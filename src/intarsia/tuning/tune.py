@@ -1,20 +1,30 @@
-"""`tune`: find the modules of a program that take the time, compile them, and replace their `forward`."""
+"""`tune`: find the modules of a program that take the time, compile them, and replace their `forward`.
+
+The modules of a script are tuned while it runs: a second run would repeat the script's effects, and would
+have other module objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from intarsia.errors import InputError, count_text
 from intarsia.options import CompileOptions
 from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import PAUSE_S, Timing, race
 from intarsia.tuning.candidate import compiled_for
-from intarsia.tuning.holders import CallTree, call_tree, held_modules
-from intarsia.tuning.recorded import Recorded, new_recorded, watch
+from intarsia.tuning.recorded import CallTree, Recorded, Running, call_tree, held_modules, recording, watch
 
 
 @dataclass(eq=False)
@@ -182,15 +192,10 @@ def _without_repeats(left: Mapping[str, str]) -> dict[str, str]:
 
 
 def _recorded(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Module, Recorded]:
-    if not modules:
-        return {}
-    calls = {module: new_recorded(module) for module in modules}
-    handles = [handle for module, recorded in calls.items() for handle in watch(module, recorded)]
-    try:
-        call()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        calls = {module: stack.enter_context(recording(module)) for module in modules}
+        if modules:
+            call()
     return calls
 
 
@@ -213,3 +218,122 @@ def _measure(tuned: Tuned, call: Callable[[], object], rounds: int, only_if_fast
         note = f"everything stays as it is: compiled, the whole call is slower ({tuned.speedup:.2f}x)"
         tuned.restore()
         tuned.notes = [*tuned.notes, note]
+
+
+@dataclass
+class Watched:
+    """A module of the script: its recorded calls, its program or why it has none, and its later calls."""
+
+    name: str
+    module: nn.Module
+    calls: Recorded
+    handles: list[RemovableHandle] = field(default_factory=list)
+    placed: PlacedForward | None = None
+    reason: str | None = None
+    calls_since: int = 0
+    seconds_since: float = 0.0
+
+    def __str__(self) -> str:
+        before = f"{self.calls.seconds / max(1, self.calls.total) * 1e3:.4g} ms a call"
+        if self.placed is None:
+            return f"{self.name} stays as it is ({before}): {self.reason or 'it was not called often enough'}"
+        since = f"{self.seconds_since / max(1, self.calls_since) * 1e3:.4g} ms in {self.calls_since} calls"
+        engines = dict.fromkeys(e for program in self.placed.programs for e in program.plan.engines)
+        return f"{self.name} took {before}, takes {since}, on {', '.join(engines)}"
+
+
+class ScriptTuner:
+    """Watches the outermost modules that run. After some calls, each is compiled and its forward replaced.
+
+    If a module cannot be compiled, the modules that it calls are watched instead.
+    """
+
+    def __init__(self, after: int, options: Mapping[str, Any], *, only_if_faster: bool = True) -> None:
+        if after < 1:
+            raise InputError(f"after={after}: a module must be called at least once before it is compiled")
+        self.watched: dict[nn.Module, Watched] = {}
+        self._after, self._only_if_faster = after, only_if_faster
+        self._options = CompileOptions.checked(options, "tune", preset=["fallback"])
+        self._running, self._lock = Running(), threading.RLock()
+        self._busy = False  # the compiler runs modules, too, which are not calls of the script
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """In the `with` block, modules are watched and tuned. After it, all are restored."""
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for item in self.watched.values():
+                for handle in item.handles:
+                    handle.remove()
+                if item.placed is not None:
+                    item.placed.take_out()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if self._busy:
+            return
+        item = self.watched.get(module)
+        if item is not None and item.placed is None and item.reason is None:
+            with self._lock:  # not at the end of the call before, whose time is still measured then
+                if item.calls.total >= self._after and item.placed is None and item.reason is None:
+                    self._compile(item)
+        outer = self._running.begin(module)
+        callers = [self.watched.get(caller) for caller in outer]
+        if item is None and all(c is not None and c.reason is not None for c in callers):
+            with self._lock:
+                name = f"{type(module).__name__} {len(self.watched) + 1}"
+                if outer and callers[-1] is not None:
+                    paths = {part: path for path, part in outer[-1].named_modules()}
+                    name = f"{callers[-1].name}.{paths.get(module, type(module).__name__)}"
+                new = self.watched[module] = Watched(name, module, Recorded(module))
+                new.handles = watch(module, new.calls)  # from the next call on, since this one has begun
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        if self._busy:
+            return
+        seconds, item = self._running.end(module), self.watched.get(module)
+        if item is not None and item.placed is not None:
+            item.calls_since += 1
+            item.seconds_since += seconds
+
+    def _compile(self, item: Watched) -> None:
+        for handle in item.handles:
+            handle.remove()
+        item.handles, self._busy = [], True
+        try:
+            outcome = compiled_for(
+                item.name, item.module, item.calls, self._options, only_if_faster=self._only_if_faster
+            )
+        finally:
+            self._busy = False
+        if isinstance(outcome, PlacedForward):
+            item.placed = outcome
+            outcome.put()
+        else:
+            item.reason = outcome
+
+
+def run_script(script: str, args: Sequence[str], tuner: ScriptTuner) -> int:
+    """Run a script as `python script.py args`, with its modules tuned; returns its exit status."""
+    path = Path(script)
+    if not path.is_file():
+        raise InputError(f"there is no script {script!r}")
+    argv, first = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [script, *args], str(path.resolve().parent)
+    try:
+        with tuner.watching():
+            runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    finally:
+        sys.argv, sys.path[0] = argv, first
+    return 0

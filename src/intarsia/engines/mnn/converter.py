@@ -1,4 +1,4 @@
-"""A network in MNN's own form, made by MNN's converter in a process of its own."""
+"""Networks, and ONNX files of any origin, in MNN's own form: its converter runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx import TensorProto, helper
 
+from intarsia.engines.base import Arrays
 from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.kinds import Checks
-from intarsia.engines.mnn.layers import spread_choices, spreads_both
-from intarsia.engines.mnn.limits import add_checks, planned
+from intarsia.engines.mnn.layers import add_checks, planned, spread_choices, spreads_both
+from intarsia.engines.mnn.program import array_of, load_module, variable
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
 from intarsia.network.ops import COMPARES
@@ -194,3 +195,38 @@ def _scale(layer: Layer) -> float:
     q = layer.get_inputs()[0]
     assert q is not None
     return float(layer.attribute("scale", None) or 1.0 / math.sqrt(int(q.shape[3] or 1)))
+
+
+class MnnFile:
+    """An ONNX file as MNN runs it by itself: its own converter and options, float32, no guards."""
+
+    def __init__(self, path: Path, threads: int | None) -> None:
+        import onnx
+
+        graph = onnx.load(path, load_external_data=False).graph
+        constants = {value.name for value in graph.initializer}
+        self.inputs: list[str] = [value.name for value in graph.input if value.name not in constants]
+        outputs = [value.name for value in graph.output]
+        with tempfile.TemporaryDirectory() as folder:
+            converted = Path(folder, "model.mnn")
+            reason = convert_file(path, converted)
+            if reason is not None:
+                raise EngineError(f"MNN's converter refuses {path}: {reason}")
+            self._module, self._runtime = load_module(converted, self.inputs, outputs, threads=threads)
+
+    def run(self, values: Mapping[str, Any]) -> list[Any]:
+        """The outputs, in the order of the file, in 32 bits. EngineError if an integer needs more."""
+        inputs = []
+        for name in self.inputs:
+            array = np.ascontiguousarray(values[name])
+            is_float = array.dtype.kind == "f"
+            short = array.astype(np.float32 if is_float else np.int32, copy=False)
+            if not is_float and not np.array_equal(short, array):
+                raise EngineError(
+                    f"MNN reads integers in 32 bits, and {name} holds {array.min()} to {array.max()}"
+                )
+            inputs.append(variable(short))
+        return [array_of(result) for result in self._module.onForward(inputs)]
+
+    def run_inside(self, values: Mapping[str, Any]) -> Arrays:
+        raise EngineError("MNN does not show intermediate values")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from intarsia.cache.machine import has_bfloat16_tiles, is_arm, thread_count
+from intarsia.cache.machine import has_bfloat16_tiles, is_arm
 from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, RuntimeFile, WeightFile
 from intarsia.engines.guards.kinds import Checks
-from intarsia.engines.mnn.program import CHECKS, MnnProgram, library, silent_stdout
+from intarsia.engines.mnn.program import CHECKS, MnnProgram, load_module
 from intarsia.engines.ports import Ports
 from intarsia.errors import EngineError
 
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 
     from intarsia.network import Network
 
-# `WINOGRAD_MEMORY_LEVEL` of MNN's hints. From level 1 on MNN multiplies fewer numbers for a window of 3 x 3
-# and more, and loses digits: off by 1e-3 of the largest result for 3 x 3 at level 3, 8e-4 for 7 x 7 at
-# level 1; at level 0 by 2e-6 (MNN 3.6.1).
-_WINOGRAD_HINT = 3
 _MANY = 8  # convolutions; a vision transformer has one
 
 
@@ -87,7 +82,7 @@ class MNN(NetworkEngine):
         return self._program(model, Ports.of(net), checks)
 
     def open(self, path: Path) -> RuntimeFile:
-        from intarsia.engines.mnn.file import MnnFile
+        from intarsia.engines.mnn.converter import MnnFile
 
         return MnnFile(path, self.threads)
 
@@ -108,22 +103,18 @@ class MNN(NetworkEngine):
         return self._program(bytes(blob), Ports.from_json(about["ports"]), Checks.from_json(about["checks"]))
 
     def _program(self, model: bytes, ports: Ports, checks: Checks) -> Program:
-        nn = library()
-        settings = {"backend": "CPU", "precision": self.precision, "numThread": thread_count(self.threads)}
-        names = [[port.name for port in side] for side in (ports.inputs, ports.outputs)]
-        names[1] += [CHECKS] * bool(checks.computed)
-        with tempfile.TemporaryDirectory() as folder, silent_stdout():  # MNN reads modules from files alone
-            runtime = nn.create_runtime_manager((settings,))
-            runtime.set_hint(_WINOGRAD_HINT, self.winograd)
-            path = os.path.join(folder, "model.mnn")
-            with open(path, "wb") as stream:
-                stream.write(model)
-            try:
-                module = nn.load_module_from_file(path, *names, runtime_manager=runtime, shape_mutable=True)
-            except Exception as error:
-                raise EngineError(f"MNN cannot load its model: {error}") from error
-        if module is None:
-            raise EngineError("MNN cannot load its model")
+        outputs = [port.name for port in ports.outputs] + [CHECKS] * bool(checks.computed)
+        with tempfile.TemporaryDirectory() as folder:  # MNN reads modules from files alone
+            path = Path(folder, "model.mnn")
+            path.write_bytes(model)
+            module, runtime = load_module(
+                path,
+                [port.name for port in ports.inputs],
+                outputs,
+                threads=self.threads,
+                precision=self.precision,
+                winograd=self.winograd,
+            )
         return MnnProgram(ports, module, runtime, checks)
 
 

@@ -6,16 +6,19 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from intarsia.cache.machine import thread_count
 from intarsia.engines.base import GuardedProgram
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
+from intarsia.errors import EngineError
 
 # MNN's library, which prints to the standard output of the process.
 
@@ -50,6 +53,56 @@ def silent_stdout() -> Iterator[None]:
             os.close(nowhere)
 
 
+# `WINOGRAD_MEMORY_LEVEL` of MNN's hints. From level 1 on MNN multiplies fewer numbers for a window of 3 x 3
+# and more, and loses digits: off by 1e-3 of the largest result for 3 x 3 at level 3, 8e-4 for 7 x 7 at
+# level 1; at level 0 by 2e-6 (MNN 3.6.1).
+_WINOGRAD_HINT = 3
+
+
+def load_module(
+    path: Path,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    threads: int | None,
+    precision: str = "high",
+    winograd: int | None = None,
+) -> tuple[Any, object]:
+    """The module in a file of MNN's, and the runtime, which the module does not keep alive."""
+    nn = library()
+    settings = {"backend": "CPU", "precision": precision, "numThread": thread_count(threads)}
+    with silent_stdout():
+        runtime = nn.create_runtime_manager((settings,))
+        if winograd is not None:
+            runtime.set_hint(_WINOGRAD_HINT, winograd)
+        try:
+            module = nn.load_module_from_file(
+                str(path), list(inputs), list(outputs), runtime_manager=runtime, shape_mutable=True
+            )
+        except Exception as error:
+            raise EngineError(f"MNN cannot load its model: {error}") from error
+    if module is None:
+        raise EngineError("MNN cannot load its model")
+    return module, runtime
+
+
+def variable(array: np.ndarray[Any, Any]) -> Any:
+    """Floats or integers of 32 bits as MNN takes them."""
+    import MNN.expr as expr
+
+    dtype = expr.float if array.dtype.kind == "f" else expr.int
+    return expr.const(array, list(array.shape), expr.NCHW, dtype)
+
+
+def array_of(value: Any) -> np.ndarray[Any, Any]:
+    """A result of MNN's as an array of its own."""
+    import MNN.expr as expr
+
+    if value.data_format != expr.NCHW:
+        value = expr.convert(value, expr.NCHW)
+    return np.array(value.read(), copy=True).reshape(value.shape)
+
+
 CHECKS = "intarsia_checks"  # the output with a number for each guard
 # MNN's kernels compare and clamp by vector instructions that pass over NaN, and some square what they are
 # given. Numbers up to this one are answered as PyTorch answers them; others are rare, and are PyTorch's.
@@ -65,13 +118,10 @@ class MnnProgram(GuardedProgram):
     """
 
     def __init__(self, ports: Ports, module: Any, runtime: object, checks: Checks) -> None:
-        import MNN.expr
-
         super().__init__(ports, checks)
         self._ports = ports
         self._module = module
-        self._runtime = runtime  # the module does not keep it alive
-        self._expr = MNN.expr
+        self._runtime = runtime
         self._clones = threading.local()
         self._process = os.getpid()
         self._cloning = threading.Lock()
@@ -91,22 +141,16 @@ class MnnProgram(GuardedProgram):
             taken.append(tensor)
         if (reason := self._broken_input(lambda place: taken[place].numpy(), taken)) is not None:
             return self._left(tensors, reason)
-        results = self._own_module().onForward(list(map(self._value, taken)))
-        if self._computed and (reason := self._broken(self._array(results.pop()), tensors)) is not None:
+        results = self._own_module().onForward(list(map(_as_variable, taken)))
+        if self._computed and (reason := self._broken(array_of(results.pop()), tensors)) is not None:
             return self._left(tensors, reason)
         outputs = []
         for port, result in zip(self._ports.outputs, results, strict=True):
-            outputs.append(output := torch.from_numpy(self._array(result)).to(port.dtype))
+            outputs.append(output := torch.from_numpy(array_of(result)).to(port.dtype))
             reason = _refusal(port.name, output)
             if reason is not None:
                 return self._left(tensors, reason)
         return tuple(outputs)
-
-    def _value(self, tensor: torch.Tensor) -> Any:
-        is_float = tensor.dtype.is_floating_point
-        array = (tensor if is_float else tensor.to(torch.int32)).contiguous().numpy()
-        dtype = self._expr.float if is_float else self._expr.int
-        return self._expr.const(array, list(array.shape), self._expr.NCHW, dtype)
 
     def _own_module(self) -> Any:
         own = self._clones.__dict__
@@ -115,10 +159,10 @@ class MnnProgram(GuardedProgram):
                 own["module"] = self._module.clone(True)
         return own["module"]
 
-    def _array(self, value: Any) -> Any:
-        if value.data_format != self._expr.NCHW:
-            value = self._expr.convert(value, self._expr.NCHW)
-        return np.array(value.read(), copy=True).reshape(value.shape)
+
+def _as_variable(tensor: torch.Tensor) -> Any:
+    is_float = tensor.dtype.is_floating_point
+    return variable((tensor if is_float else tensor.to(torch.int32)).contiguous().numpy())
 
 
 def _refusal(name: str, tensor: torch.Tensor) -> str | None:

@@ -20,12 +20,18 @@ from intarsia.engines.base import (
     WeightFile,
     Workload,
 )
+from intarsia.engines.building import shared_weights
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, providers
-from intarsia.engines.onnxruntime.session import session_program, weight_value
-from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
+from intarsia.engines.onnxruntime.session import (
+    OnnxFile,
+    named_weights,
+    names_files,
+    session_program,
+    weight_value,
+    without_weights,
+)
 from intarsia.engines.ports import Ports
-from intarsia.engines.shared_weights import SharedWeights, shared_weights
 from intarsia.errors import EngineError, first_line
 from intarsia.memory import release_mapped
 
@@ -156,7 +162,9 @@ class OnnxRuntime(NetworkEngine):
             if self.device == "cpu" and not self.rounds_before_packed:
                 net = with_halved_bytes(net)
             net = with_unsigned_weights(net)
-            model, folder = self._mapped(self._guarded(net))
+            model = self._guarded(net)
+            remaining, folder = self._mapped(model.proto, model.weights)
+            model = replace(model, weights=remaining)
             shared = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
             shared |= {name: value for name, (value, _) in model.on_gpu.items()}
             session = self._session(
@@ -178,8 +186,6 @@ class OnnxRuntime(NetworkEngine):
         return {}
 
     def open(self, path: Path) -> RuntimeFile:
-        from intarsia.engines.onnxruntime.session import OnnxFile
-
         return OnnxFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
@@ -216,14 +222,19 @@ class OnnxRuntime(NetworkEngine):
         folder, name = os.path.split(os.path.realpath(file.path))
         if names_files(blob):
             raise EngineError("the packed model refers to other files")
-        # What is packed for several sessions is not read from this file, but from their own.
-        shares = self._files() is not None and _PACKED in bytes(blob)
+        # What kernels pack for several sessions is read from files of their own.
+        shares = shared_weights() is not None and _PACKED in bytes(blob)
         places = {} if shares else file.places
         values = {key: weight_value(weights[key]) for key in weights if key not in places}
         try:
             model = bytes(blob) + named_weights(weights, places, name)
             if shares:
-                model, values, folder = self._mapped_again(model, values, weights)
+                import onnx
+
+                proto = onnx.load_model_from_string(model)
+                values, folder = self._mapped(proto, values)
+                model = bytes(proto.SerializeToString())
+                release_mapped(weights[key] for key in weights if key not in values)
             shared = {key: values[key][0] for key in about["shared"] if key in values}
             float64 = about.get("float64", False)
             session = self._session(model, values, shared, static=True, folder=folder, float64=float64)
@@ -233,31 +244,14 @@ class OnnxRuntime(NetworkEngine):
             raise EngineError(f"the packed model has {len(session.get_outputs())} outputs")
         return self._program(ports, session, values, checks)
 
-    def _files(self) -> SharedWeights | None:
-        """The files of packed weights that sessions are to share; None if each has its own."""
+    def _mapped(self, proto: Any, weights: Values) -> tuple[Values, str | None]:
+        """The weights that a model does not read from shared files, and the folder of these."""
         files = shared_weights() if self.device == "cpu" and self.prepack else None
-        return None if files is None or files.problem is not None else files
+        if files is None or files.problem is not None:
+            return weights, None
+        from intarsia.engines.onnxruntime.nbits import map_weights
 
-    def _mapped(self, model: Model) -> tuple[Model, str | None]:
-        """The model with packed weights in shared files, and the folder of these."""
-        if (files := self._files()) is None:
-            return model, None
-        from intarsia.engines.onnxruntime.mapped import with_mapped_weights
-
-        model = with_mapped_weights(model, files)
-        return model, files.folder if files.places else None
-
-    def _mapped_again(
-        self, data: bytes, values: Values, weights: Mapping[str, torch.Tensor]
-    ) -> tuple[bytes, Values, str | None]:
-        """The same for a packed model. The memory of weights that it has in files is released."""
-        import onnx
-
-        from intarsia.engines.onnxruntime.model import Model
-
-        model, folder = self._mapped(Model(onnx.load_model_from_string(data), values, {}, Checks()))
-        release_mapped(weights[name] for name in values.keys() - model.weights.keys())
-        return model.data, model.weights, folder
+        return map_weights(proto, weights, files), files.folder if files.places else None
 
     def _guarded(self, net: Network) -> Model:
         from intarsia.engines.onnxruntime.model import guarded

@@ -27,15 +27,13 @@ from intarsia.engines.onnxruntime.corrections import (
     keep_casts_apart,
     keep_signed_zeros,
 )
-from intarsia.engines.onnxruntime.nbits import is_half
+from intarsia.engines.onnxruntime.nbits import Values, is_half
 from intarsia.engines.onnxruntime.session import OUTPUT
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
 from intarsia.network.bodies import bodies_of
 from intarsia.network.ops import MULTIPLIES_WEIGHTS, NORMALIZES, RECURRENT
 from intarsia.network.serialize import Weights, to_proto
-
-Values = dict[str, tuple[Any, object]]  # weights for a session, each with what keeps its memory alive
 
 
 @dataclass(frozen=True)

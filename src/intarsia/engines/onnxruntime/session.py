@@ -1,9 +1,10 @@
-"""Sessions of ONNX Runtime as programs, and over files of any origin."""
+"""Sessions of ONNX Runtime as programs, how they get their weights, and sessions over files of any origin."""
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,33 @@ from intarsia.errors import EngineError, first_line
 
 
 OUTPUT = "intarsia_guards"  # the last output, which has a number for each guard
-# numpy has no types for these; ONNX Runtime takes ONNX's own numbers.
+# ONNX's own numbers for types; `network.dtypes` has them too, but needs `onnx_ir`.
 _ONNX_TYPES = {
+    torch.float32: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.uint16: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 9,
+    torch.float16: 10,
+    torch.float64: 11,
+    torch.uint32: 12,
+    torch.uint64: 13,
     torch.bfloat16: 16,
     torch.float8_e4m3fn: 17,
     torch.float8_e4m3fnuz: 18,
     torch.float8_e5m2: 19,
     torch.float8_e5m2fnuz: 20,
 }
+_FIRST_UNKNOWN_TO_NUMPY = 16  # ONNX Runtime takes ONNX's own number of these
 
 
 def session_program(ports: Ports, session: Any, weights: object, checks: Checks) -> Program:
     """The program of a session; `weights` are kept alive, since the session reads them where they lie."""
     types = [port.dtype for port in (*ports.inputs, *ports.outputs)]
-    kind = BoundSession if any(dtype in _ONNX_TYPES for dtype in types) else ArraySession
+    kind = ArraySession if all(map(_numpy_has, types)) else BoundSession
     return kind(ports, session, weights, checks)
 
 
@@ -108,11 +122,11 @@ def weight_value(tensor: torch.Tensor) -> tuple[Any, object]:
     import onnxruntime
 
     tensor = tensor.detach().contiguous()
-    number = _ONNX_TYPES.get(tensor.dtype)
-    if number is None:
+    if _numpy_has(tensor.dtype):
         array = tensor.numpy()
         return onnxruntime.OrtValue.ortvalue_from_numpy(array), array
     raw = tensor.view(torch.uint16 if tensor.itemsize == 2 else torch.uint8).numpy()
+    number = _ONNX_TYPES[tensor.dtype]
     return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, number), raw
 
 
@@ -217,8 +231,97 @@ def _names_a_value(error: Exception) -> bool:
 
 
 def _element_type(dtype: torch.dtype) -> Any:
-    number = _ONNX_TYPES.get(dtype)
-    return torch.empty(0, dtype=dtype).numpy().dtype.type if number is None else number
+    return torch.empty(0, dtype=dtype).numpy().dtype.type if _numpy_has(dtype) else _ONNX_TYPES[dtype]
+
+
+def _numpy_has(dtype: torch.dtype) -> bool:
+    return _ONNX_TYPES.get(dtype, 0) < _FIRST_UNKNOWN_TO_NUMPY
+
+
+# Weights that a model names but does not hold, listed in a few bytes after it.
+#
+# Messages of protobuf that are written one after the other are read as one: a model without weights, and a
+# list of what they are and where they lie, written where the model is loaded. So neither the `onnx` package
+# is imported, nor does a model that came from elsewhere choose which files are read.
+
+# Numbers of fields in onnx.proto.
+_MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5
+_DIMS, _DATA_TYPE, _NAME, _EXTERNAL_DATA, _DATA_LOCATION = 1, 2, 8, 13, 14
+_KEY, _VALUE = 1, 2
+_EXTERNAL = 1
+# Before this key comes its length, 8, or, if that is written at greater length than it needs, a zero.
+_LOCATION = re.compile(rb"[\x00\x08]location")
+
+
+def names_files(model: Any) -> bool:
+    """Whether a model may name files itself, or places in memory, which ONNX Runtime would read.
+
+    The bytes show it: an external tensor has an entry `location`. (Something else of just that name
+    is taken for one too.)
+    """
+    return _LOCATION.search(model) is not None
+
+
+def without_weights(proto: Any, weights: Collection[str]) -> bytes:
+    """The model as a file that lacks these weights."""
+    copy = type(proto)()
+    copy.CopyFrom(proto)
+    remaining = [tensor for tensor in copy.graph.initializer if tensor.name not in weights]
+    del copy.graph.initializer[:]
+    copy.graph.initializer.extend(remaining)
+    return bytes(copy.SerializeToString(deterministic=True))
+
+
+def named_weights(weights: Mapping[str, torch.Tensor], places: Mapping[str, int], file: str) -> bytes:
+    """The bytes to write after a model so that it has these weights: in the file, or given to its session."""
+    return b"".join(
+        _field(_MODEL_GRAPH, _field(_GRAPH_INITIALIZER, _tensor(name, tensor, places.get(name), file)))
+        for name, tensor in weights.items()
+    )
+
+
+def _tensor(name: str, tensor: torch.Tensor, place: int | None, file: str) -> bytes:
+    number = _ONNX_TYPES.get(tensor.dtype)
+    if number is None:
+        raise EngineError(f"the weight {name} is of {tensor.dtype}, which ONNX has not")
+    where = {
+        "location": name if place is None else file,
+        "offset": str(place or 0),
+        "length": str(tensor.nbytes),
+    }
+    return b"".join(
+        [
+            *(_number(_DIMS, size) for size in tensor.shape),
+            _number(_DATA_TYPE, number),
+            _field(_NAME, name.encode()),
+            *(
+                _field(_EXTERNAL_DATA, _text(_KEY, key) + _text(_VALUE, value))
+                for key, value in where.items()
+            ),
+            _number(_DATA_LOCATION, _EXTERNAL),
+        ]
+    )
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _text(field: int, value: str) -> bytes:
+    return _field(field, value.encode(errors="surrogateescape"))
+
+
+def _field(field: int, data: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    result = bytearray()
+    while value >= 0x80:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    result.append(value)
+    return bytes(result)
 
 
 # An ONNX file, whoever wrote it, as ONNX Runtime runs it on the CPU.

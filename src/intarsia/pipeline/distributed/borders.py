@@ -24,9 +24,8 @@ from intarsia.errors import PartitionError, PipelineError
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.gpipe.effects import trial
-from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec
-from intarsia.pipeline.stages.tree_stage import TreeStage
+from intarsia.pipeline.stages.tree_stage import CompiledStage, TreeStage
 
 Specs = tuple[TensorSpec | str, ...]
 Borders = list[tuple[Specs, Specs]]  # the inputs and outputs of each stage

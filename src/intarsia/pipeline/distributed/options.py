@@ -11,7 +11,7 @@ import torch
 
 from intarsia.errors import check_option_names
 from intarsia.pipeline.distributed.loss import Loss, LossWeight, MicrobatchLoss, Reduction
-from intarsia.pipeline.distributed.sharded import Plan
+from intarsia.pipeline.distributed.placement import Plan
 from intarsia.pipeline.stages.weights import Weights
 
 if TYPE_CHECKING:

@@ -37,32 +37,32 @@ from intarsia.pipeline.distributed.loss import (
 from intarsia.pipeline.distributed.options import DistributedKeywords, DistributedOptions
 from intarsia.pipeline.distributed.placement import (
     check_agreement,
+    check_plan,
     connect,
     default_device,
+    parallelize_stages,
     placed,
     recomputed_stages,
     refuse_compiled,
     refuse_mean_inside,
     refuse_shared_statistics,
     schedule_class,
+    shard_stages,
     stage_ranks,
     why_whole,
     writes_buffers,
 )
-from intarsia.pipeline.distributed.rank_stages import RankStages
+from intarsia.pipeline.distributed.rank_stages import RankStages, note_trainers, refuse_old_copies
 from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weights_of
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
-from intarsia.pipeline.distributed.sharded import check_plan, parallelize_stages, shard_stages
-from intarsia.pipeline.distributed.trainers import note_trainers, refuse_old_copies
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.gpipe.keyed_random import RandomKey
-from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature
-from intarsia.pipeline.stages.stage import Stage
-from intarsia.pipeline.stages.statistics import defer_statistics
+from intarsia.pipeline.stages.stage import Stage, defer_statistics
 from intarsia.pipeline.stages.tied import TiedGradients
+from intarsia.pipeline.stages.tree_stage import CompiledStage
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class DistributedPipeline(RankStages):
         self.device: torch.device = default_device() if chosen.device is None else torch.device(chosen.device)
         self.schedule_class: Any = schedule_class(schedule, world.size, n_microbatches)
         self.stage_ranks: list[int] = stage_ranks(len(stages), world.size, self.schedule_class)
-        check_agreement(stages, schedule, n_microbatches, world.everyone, self.device)
+        check_agreement(stages, schedule, n_microbatches, world.gather_objects)
         connect(self.stage_ranks, world.pipeline, self.device)
         self._stages = list(stages)
         for stage in self._stages:

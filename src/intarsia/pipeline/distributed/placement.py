@@ -1,26 +1,33 @@
-"""The placement of stages on ranks: torch's schedules by name, the rank of every stage, and early checks."""
+"""The placement of stages on ranks: torch's schedules by name, the rank of every stage, and early checks.
+
+A stage may also be divided among ranks, by torch's FSDP2 (`fully_shard`) or its tensor parallel plans.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, near_names
 from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY, Action, Definition, find_schedule, schedule
-from intarsia.pipeline.stages.behaviour import mean_inside
-from intarsia.pipeline.stages.compiled import CompiledStage
+from intarsia.pipeline.stages.export import mean_inside
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, recompute_modules
 from intarsia.pipeline.stages.tied import global_rank
-from intarsia.pipeline.stages.tree_stage import TreeStage
+from intarsia.pipeline.stages.tree_stage import CompiledStage, TreeStage
 
 # Torch's runtime takes an order of passes and adds sends and receives. It has no public name. Torch's own
 # schedules are subclasses of it (2.11 to 2.13), and tests/pipeline/test_new_schedule.py runs one of ours.
@@ -120,35 +127,27 @@ def default_device() -> torch.device:
 
 
 def check_agreement(
-    stages: StageSequence,
-    schedule: str,
-    n_microbatches: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    stages: StageSequence, schedule: str, n_microbatches: int, gather: Callable[[Any], Mapping[int, Any]]
 ) -> None:
-    """Raise PartitionError if ranks have different cuts, schedules or numbers of micro-batches."""
-    digests = [_digest("\n".join(map(_cut, stages))), _digest(schedule), n_microbatches]
-    mine = torch.tensor(digests, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
-    me = dist.get_rank()
-    for place, (cuts, order, count) in enumerate(map(Tensor.tolist, gathered)):
-        rank = global_rank(place, group)
-        if cuts != digests[0]:
+    """Raise PartitionError if ranks have different cuts, schedules or numbers of micro-batches.
+
+    `gather` returns the values of all ranks, by rank.
+    """
+    me, cuts = dist.get_rank(), hashlib.sha256("\n".join(map(_cut, stages)).encode()).hexdigest()
+    for rank, (other_cuts, other_schedule, count) in gather((cuts, schedule, n_microbatches)).items():
+        if other_cuts != cuts:
             raise PartitionError(
                 f"rank {rank} has other cuts than rank {me}, since measured times differ between processes;"
                 " split(..., agree=True) uses the cuts of rank 0 on every rank"
             )
-        if order != digests[1]:
-            raise PartitionError(f"rank {me} has schedule={schedule!r}, and rank {rank} has another schedule")
+        if other_schedule != schedule:
+            raise PartitionError(
+                f"rank {me} has schedule={schedule!r}, and rank {rank} schedule={other_schedule!r}"
+            )
         if count != n_microbatches:
             raise PartitionError(
                 f"rank {me} has n_microbatches={n_microbatches}, and rank {rank} n_microbatches={count}"
             )
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _cut(stage: nn.Module) -> str:
@@ -249,3 +248,79 @@ def refuse_mean_inside(stages: StageSequence) -> None:
             " numbers of tokens: give loss_weight=, a function of a micro-batch's target (with"
             " target=labels, for example lambda labels: (labels != -100).sum()), or loss_weight='equal'"
         )
+
+
+Plan = Mapping[str, ParallelStyle]
+
+
+def shard_stages(parts: Mapping[int, nn.Module], stages: StageSequence, mesh: DeviceMesh) -> None:
+    """Shard this rank's stages over a mesh of (shard) or (data, shard)."""
+    if stages.tied:
+        raise PartitionError(
+            f"{stages.tied[0]}; fully_shard cannot shard one parameter in two modules: choose other cuts with"
+            " cuts=..., or omit the mesh's shard dimension"
+        )
+    for part in parts.values():
+        fully_shard(part, mesh=mesh)
+
+
+def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None) -> None:
+    """Raise PartitionError, on every rank, for a tensor parallel plan that does not fit these stages."""
+    if plan is not None and mesh is None:
+        raise PartitionError("tensor_plan= needs mesh= with a dimension 'tensor'")
+    if plan is None and mesh is not None:
+        raise PartitionError("mesh= has a dimension 'tensor', which needs tensor_plan=")
+    if plan is None:
+        return
+    if not all(isinstance(stage, TreeStage) for stage in stages):
+        raise PartitionError(
+            "tensor_plan= divides modules, and stages cut by the graph call no modules: use"
+            " split(..., way='modules')"
+        )
+    if stages.tied:
+        raise PartitionError(
+            f"{stages.tied[0]}; a plan would divide it in each stage separately: choose other cuts with"
+            " cuts=..."
+        )
+    names = {name for stage in stages for name, _ in stage.named_modules() if name}
+    for pattern in plan:
+        if not any(_matches(name, pattern) for name in names):
+            hint = near_names(pattern, names)
+            raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{hint}")
+
+
+def parallelize_stages(parts: Mapping[int, nn.Module], mesh: DeviceMesh, plan: Plan) -> None:
+    """Divide the modules of this rank's stages by the plan, whose names are those of the model."""
+    for part in parts.values():
+        names = [name for name, _ in part.named_modules() if name]
+        own = {pattern: plan[pattern] for pattern in plan if any(_matches(n, pattern) for n in names)}
+        if own:
+            parallelize_module(part, mesh, own)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a name as in `parallelize_module`: each part between dots separately."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def is_sharded(stage: nn.Module) -> bool:
+    """Whether a stage has sharded modules."""
+    return any(isinstance(module, FSDPModule) for module in stage.modules())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, also if each rank holds a shard."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def empty_like_parameter(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Memory for a slot of an optimizer, sharded like its parameter if they have the same size."""
+    if isinstance(parameter, DTensor) and parameter.shape == size:
+        return torch.empty_like(parameter, dtype=dtype)
+    return torch.empty(size, dtype=dtype)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from intarsia.errors import InputError, some_of
-from intarsia.pipeline.distributed.sharded import empty_like_parameter
+from intarsia.pipeline.distributed.placement import empty_like_parameter
 from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import form_text

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from intarsia.pipeline.distributed.borders import Borders
-from intarsia.pipeline.distributed.placement import is_folded
-from intarsia.pipeline.distributed.sharded import is_sharded
+from intarsia.pipeline.distributed.placement import is_folded, is_sharded
 from intarsia.pipeline.distributed.wire import WiredStage, Wiring, wire_spec
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, using_key
 from intarsia.pipeline.stages.signature import TensorSpec

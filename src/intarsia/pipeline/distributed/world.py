@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from intarsia.errors import InputError, PartitionError, PipelineError
-from intarsia.pipeline.distributed.sharded import own_part
+from intarsia.pipeline.distributed.placement import own_part
 from intarsia.pipeline.stages.tied import dense_gradient, global_rank, gradients_of_step
 
 _DATA = ("data", "dp", "replicate")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,17 +17,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from intarsia.pipeline.gpipe.backward_threads import BackwardTask, Gradients, placeholder_gradient
-from intarsia.pipeline.gpipe.generators import borrowed_generators, default_generator
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.stream import fork, get_phony, join
-from intarsia.pipeline.gpipe.worker import ThreadState
-
-Function = Callable[[Any], Any]
+from intarsia.pipeline.gpipe.worker import BackwardTask, Gradients, ThreadState, placeholder_gradient
 
 
-class Replay(Protocol):
-    """Contexts that make the second run of a function equal to the first."""
+class Repeatable(Protocol):
+    """A function that can run a second time with the same result."""
+
+    def __call__(self, value: Any) -> Any:
+        """Run the function."""
 
     def record(self) -> AbstractContextManager[None]:
         """The context of the first run."""
@@ -37,31 +36,6 @@ class Replay(Protocol):
 
     def backward(self) -> AbstractContextManager[None]:
         """The context of a backward pass that other threads run beside."""
-
-
-class ReplayRandom:
-    """A replay in which the second run draws the random numbers of the first."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.devices: list[Any] = sorted({torch.device("cpu"), device}, key=str)
-        self.states: list[Tensor] = []
-
-    def record(self) -> AbstractContextManager[None]:
-        """Save the states of the generators."""
-        self.states = [default_generator(device).get_state() for device in self.devices]
-        return nullcontext()
-
-    @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Set the generators to the saved states for a while."""
-        with borrowed_generators(self.devices) as generators:
-            for generator, state in zip(generators, self.states, strict=True):
-                generator.set_state(state)
-            yield
-
-    def backward(self) -> AbstractContextManager[None]:
-        """A context without effect."""
-        return nullcontext()
 
 
 class _Phase(threading.local):
@@ -114,9 +88,8 @@ def enable_recomputing() -> Iterator[None]:
 class _Shared:
     """The state that the nodes of one run of a function share."""
 
-    function: Function
+    function: Repeatable
     input: Batch  # the structure of the input, without its tensors
-    replay: Replay
     state: ThreadState
     backward_task: BackwardTask | None
     output: Batch | None = None
@@ -131,22 +104,8 @@ class _Shared:
 
     def run_again(self, inputs: tuple[Tensor, ...]) -> None:
         """Run the function a second time, with the same result."""
-        with self.state.enter(), torch.enable_grad(), enable_recomputing(), self.replay.replay():
+        with self.state.enter(), torch.enable_grad(), enable_recomputing(), self.function.replay():
             self.graphs.append(self.run(inputs))
-
-
-def checkpoint(function: Function, input: Any) -> Any:
-    """Run a function without saving activations; the backward pass computes them again.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> checkpoint(lambda x: x.exp().sum(), x).backward()
-    >>> torch.equal(x.grad, x.exp())
-    True
-    """
-    checkpointing = Checkpointing(function, Batch(input))
-    batch = checkpointing.checkpoint()
-    checkpointing.recompute(batch)
-    return batch.value
 
 
 class Checkpointing:
@@ -157,9 +116,8 @@ class Checkpointing:
 
     def __init__(
         self,
-        function: Function,
+        function: Repeatable,
         batch: Batch,
-        replay: Replay | None = None,
         backward_task: BackwardTask | None = None,
         phony: Tensor | None = None,
         parameters: Iterable[Tensor] = (),
@@ -167,8 +125,7 @@ class Checkpointing:
         self.batch = batch
         structure = batch.copy()
         structure[:] = tuple(get_phony(x.device, requires_grad=False) for x in batch)
-        replay = replay or ReplayRandom(batch[0].device)
-        self.shared: _Shared = _Shared(function, structure, replay, ThreadState.capture(), backward_task)
+        self.shared: _Shared = _Shared(function, structure, ThreadState.capture(), backward_task)
         # If only parameters need gradients, the node needs another input with requires_grad: the phony.
         self.phony: Tensor = get_phony(batch[0].device, requires_grad=True) if phony is None else phony
         self.tie: Tensor | None = tie_parameters(parameters, batch[0].device)
@@ -287,7 +244,7 @@ class Checkpoint(torch.autograd.Function):
         ctx.shared = shared
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        with torch.no_grad(), enable_checkpointing(), shared.replay.record():
+        with torch.no_grad(), enable_checkpointing(), shared.function.record():
             output = Batch(shared.function(shared.input.rebuild(inputs)))
         shared.output = output
         # autograd.Function must not return the same tensor twice, nor an input.
@@ -303,7 +260,7 @@ class Checkpoint(torch.autograd.Function):
         def backward(grads: Gradients) -> Gradients:
             if not shared.graphs:  # the loss does not use the output that Recompute is attached to
                 shared.run_again(saved)
-            with nullcontext() if shared.backward_task is None else shared.replay.backward():
+            with nullcontext() if shared.backward_task is None else shared.function.backward():
                 return _differentiate(shared.graphs.pop(), grads, accumulate=accumulate)
 
         if shared.backward_task is None:
@@ -341,7 +298,7 @@ class Keep(torch.autograd.Function):
         ctx.shared = shared
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        with torch.enable_grad(), shared.replay.record():
+        with torch.enable_grad(), shared.function.record():
             graph = shared.run(inputs)
         shared.graphs.append(graph)
         shared.output = graph[1].copy()
@@ -358,7 +315,7 @@ class Keep(torch.autograd.Function):
         accumulate = accumulates_everywhere()
 
         def backward(grads: Gradients) -> Gradients:
-            with shared.replay.backward():
+            with shared.function.backward():
                 return _differentiate(graph, grads, accumulate=accumulate, retain=retain)
 
         shared.backward_task.submit_backward(grads, backward)

@@ -14,7 +14,7 @@ from intarsia.pipeline.gpipe import microbatch
 from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
 from intarsia.pipeline.gpipe.keyed_random import call_layer
 from intarsia.pipeline.gpipe.pipeline import Pipeline, StageResources
-from intarsia.pipeline.gpipe.skip.skippable import verify_skippables
+from intarsia.pipeline.gpipe.skip import verify_skippables
 from intarsia.pipeline.gpipe.stream import indexed
 
 _STAGED = re.compile(r"partitions\.\d+\.(.+)")

@@ -12,15 +12,13 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from intarsia.pipeline.gpipe.backward_threads import BackwardTask, BackwardThreads, insert_barrier
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing, refuse_parameter_hooks
-from intarsia.pipeline.gpipe.effects import StageEffects
+from intarsia.pipeline.gpipe.effects import StageEffects, StageRun
 from intarsia.pipeline.gpipe.generators import GeneratorSnapshot
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, forget_layers, key_of_run
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.skip.portal import SkipTrackerThroughPortals
-from intarsia.pipeline.gpipe.skip.skippable import SkipLayout, inspect_skip_layout
-from intarsia.pipeline.gpipe.stage_run import StageRun
+from intarsia.pipeline.gpipe.portal import SkipTrackerThroughPortals
+from intarsia.pipeline.gpipe.skip import SkipLayout, inspect_skip_layout
 from intarsia.pipeline.gpipe.stream import (
     AbstractStream,
     Copy,
@@ -33,10 +31,13 @@ from intarsia.pipeline.gpipe.stream import (
     use_stream,
 )
 from intarsia.pipeline.gpipe.worker import (
+    BackwardTask,
+    BackwardThreads,
     StageThreads,
     Task,
     TaskResult,
     ThreadState,
+    insert_barrier,
     lend_workers,
     run_task,
     shared_cores,

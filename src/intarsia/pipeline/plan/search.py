@@ -22,42 +22,20 @@ ROUNDING = 1e-9  # relative difference of sums that are added in another order
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(Layout):
     """A layout with its cuts and its predicted cost."""
 
-    layout: Layout
     cuts: tuple[int, ...]
     step_time: float
     bubble: float  # the idle share of the ranks' time
     memory: int  # bytes of the device that holds the most
 
-    @property
-    def schedule(self) -> str:
-        """The name of the schedule."""
-        return self.layout.schedule
-
-    @property
-    def microbatches(self) -> int:
-        """The number of micro-batches in a step of one replica."""
-        return self.layout.microbatches
-
-    @property
-    def per_rank(self) -> int:
-        """The number of stages that a rank holds."""
-        return self.layout.per_rank
-
-    @property
-    def checkpoint(self) -> bool:
-        """Whether stages are computed again in the backward pass."""
-        return self.layout.checkpoint
-
     def __str__(self) -> str:
-        layout = self.layout
-        mode = "recomputing" if layout.checkpoint else "keeping"
-        replicas = f" x {layout.replicas} replicas" if layout.replicas > 1 else ""
+        mode = "recomputing" if self.checkpoint else "keeping"
+        replicas = f" x {self.replicas} replicas" if self.replicas > 1 else ""
         return (
-            f"{layout.schedule:<16}{layout.stages:>5} stages on {layout.ranks} ranks{replicas},"
-            f" {layout.microbatches} micro-batches of {layout.samples}, {mode:<11}"
+            f"{self.schedule:<16}{self.stages:>5} stages on {self.ranks} ranks{replicas},"
+            f" {self.microbatches} micro-batches of {self.samples}, {mode:<11}"
             f" {self.step_time * 1e3:10.2f} ms  bubble {self.bubble:4.0%}  {bytes_text(self.memory)}"
         )
 
@@ -142,7 +120,7 @@ def _simulated(space: Space, cut: _Cut, best: float = np.inf) -> Candidate | Non
         return None
     busy = layout.microbatches * float(table.work(layout.checkpoint, layout.splits_backward).sum())
     idle = 1.0 - busy / (time * layout.ranks) if time > 0 else 0.0
-    return Candidate(layout, cut.cuts, time, idle, int(memory.max()))
+    return Candidate(**vars(layout), cuts=cut.cuts, step_time=time, bubble=idle, memory=int(memory.max()))
 
 
 def _groups(space: Space) -> Iterator[tuple[Layout, Whole]]:

@@ -17,11 +17,11 @@ from itertools import pairwise, takewhile
 import numpy as np
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.balance.solver import even_cuts, prefix_sums, smallest_bottleneck
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.plan.cluster import Cluster
 from intarsia.pipeline.plan.simulate import StageTable, Vector, pass_seconds
 from intarsia.pipeline.schedules import FORWARD, SCHEDULES, Definition, Whole
+from intarsia.pipeline.solver import even_cuts, prefix_sums, smallest_bottleneck
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from intarsia.errors import PartitionError
 from intarsia.graph.nodes import is_compute
 from intarsia.logs import tell_share, working
-from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.stages.devices import META, on_device, to_meta
-from intarsia.pipeline.stages.stopwatch import costs_in_step, measure_apart, measure_node, share_apart
+from intarsia.pipeline.cost import Cost, measure_node
+from intarsia.pipeline.stages.program import META, on_device, to_meta
+from intarsia.pipeline.stages.stopwatch import costs_in_step, measure_apart, share_apart
 from intarsia.pipeline.stages.trace import Trace
 
 Progress = Callable[[int, int], None]

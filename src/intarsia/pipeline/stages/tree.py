@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import CaptureError, error_text
 from intarsia.graph.line import Line
 from intarsia.graph.piece import pieces_at, relayed
-from intarsia.pipeline.cost import Cost
+from intarsia.pipeline.cost import Cost, measure_node
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers, trial
 from intarsia.pipeline.gpipe.keyed_random import SeenDraws, layer_place
-from intarsia.pipeline.stages.behaviour import TokenMeans, trace_without_chance, trace_without_counters
+from intarsia.pipeline.stages.export import TokenMeans, trace_without_chance, trace_without_counters
 from intarsia.pipeline.stages.samples import Incomparable, difference_in_halves
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import (
@@ -31,7 +31,6 @@ from intarsia.pipeline.stages.signature import (
     batch_axes,
     tensor_spec,
 )
-from intarsia.pipeline.stages.stopwatch import measure_node
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.tree_stage import RandomPlaces, TreeStage, keep_the_rest, note_writes
 

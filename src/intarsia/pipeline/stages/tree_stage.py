@@ -20,7 +20,7 @@ from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.gpipe.keyed_random import call_layer, numbered_draws
-from intarsia.pipeline.stages.stage import graft_module, graft_tensor
+from intarsia.pipeline.stages.stage import Stage, StageForm, graft_module, graft_tensor
 
 
 @dataclass(frozen=True)
@@ -154,3 +154,27 @@ def note_writes(parts: Sequence[TreeStage], changed: Collection[int]) -> None:
     """Set `writes` of the stages with a buffer that the example changed; `changed` are ids."""
     for part in parts:
         part.writes = any(id(b) in changed for b in part.buffers())
+
+
+class CompiledStage(nn.Module):
+    """A stage that engines run. It returns a tuple."""
+
+    def __init__(self, program: nn.Module, stage: nn.Module) -> None:
+        super().__init__()
+        self.program = program
+        self.training = False
+        object.__setattr__(self, "form", stage.form if isinstance(stage, Stage) else None)
+        if isinstance(stage, TreeStage):
+            self.input_names, self.output_names = stage.input_names, stage.output_names
+            self.answer = stage.answer
+
+    form: StageForm | None  # of a stage cut by the graph
+    # Of a stage cut along modules: see TreeStage.
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
+    answer: tuple[Any, ...] | None = None
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """The values of the border after the stage."""
+        outputs = self.program(*values)
+        return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)

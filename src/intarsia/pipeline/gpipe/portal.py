@@ -14,8 +14,7 @@ from torch import Tensor
 
 from intarsia.pipeline.gpipe.checkpoint import is_checkpointing
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.skip.skippable import SkipLayout
-from intarsia.pipeline.gpipe.skip.tracker import Namespace, SkipTracker
+from intarsia.pipeline.gpipe.skip import Namespace, SkipLayout, SkipTracker
 from intarsia.pipeline.gpipe.stream import AbstractStream, copy_tensors, fork, get_device, get_phony, join
 
 

@@ -159,26 +159,16 @@ def balance_stages(
         raise ValueError(f"the number of stages must be positive, got {stages}")
     if n < stages:
         raise ValueError(f"{n} layers cannot fill {stages} stages")
-    problem = _Problem(
-        _sums(costs, "costs", n),
-        _per_stage(speeds, "speeds", stages, 1.0),
-        np.append(_vector(cut_costs, "cut_costs", n - 1), 0.0),
-        None if memory is None else _sums(memory, "memory", n),
-        _per_stage(memory_cap, "memory_cap", stages, np.inf),
-        _earliest_starts(n, stages, pins or {}),
-        _forbidden_cuts(n, together),
-    )
-    if memory is None and memory_cap is not None:
-        raise ValueError("memory_cap needs the memory of each layer")
+    problem = balance_problem(costs, stages, memory, memory_cap, speeds, cut_costs, pins or {}, together)
     bottleneck = problem.least_bottleneck()
     if bottleneck is None:
         raise ValueError(f"no balance of {n} layers over {stages} stages meets the memory caps and the pins")
-    cuts = problem.most_even(bottleneck)
+    cuts = problem.cheapest(bottleneck, lambda stage, starts, end: problem.times(stage, starts, end) ** 2)
     return Solution([b - a for a, b in pairwise(cuts)], problem.stage_times(cuts))
 
 
 @dataclass(frozen=True)
-class _Problem:
+class Problem:
     """Stage j holds the layers start..end-1. Every constraint is a lower bound of its start."""
 
     costs: Vector  # sums of prefixes
@@ -255,20 +245,23 @@ class _Problem:
             cuts.append(least + int(reached[stage][least : cuts[-1]].argmax()))
         return max(self.stage_times(cuts[::-1]))
 
-    def most_even(self, bottleneck: float) -> list[int]:
-        """The cuts with the least sum of squared times, among those without a slower stage."""
+    def cheapest(self, cap: float, price: Callable[[int, Indices, Indices], Vector]) -> list[int]:
+        """The cuts with the least sum of prices, among those without a stage slower than the cap.
+
+        `price` takes a stage, its possible starts and its end. Of equal sums, the last start counts.
+        """
         n, stages = self.layers, len(self.speeds)
         best = np.full(n + 1, np.inf)
         best[0] = 0.0
         chosen = np.zeros((stages, n + 1), dtype=np.int64)
         for stage in range(stages):
-            least = self.least_starts(stage, bottleneck)
+            least = self.least_starts(stage, cap)
             following = np.full(n + 1, np.inf)
             for end in np.flatnonzero(least < np.arange(n + 1)):
                 if self.forbidden[end]:
                     continue
-                starts = np.arange(least[end], end)
-                total = best[starts] + self.times(stage, starts, np.array(end)) ** 2
+                starts = np.arange(end - 1, least[end] - 1, -1)
+                total = best[starts] + price(stage, starts, np.array(end))
                 at = int(total.argmin())
                 chosen[stage, end], following[end] = starts[at], total[at]
             best = following
@@ -276,6 +269,32 @@ class _Problem:
         for stage in range(stages - 1, -1, -1):
             cuts.append(int(chosen[stage, cuts[-1]]))
         return cuts[::-1]
+
+
+def balance_problem(
+    costs: Sequence[float] | Vector,
+    stages: int,
+    memory: Sequence[float] | Vector | None,
+    memory_cap: float | Sequence[float] | None,
+    speeds: Sequence[float] | None,
+    cut_costs: Sequence[float] | None,
+    pins: Mapping[int, int],
+    together: Iterable[tuple[int, int]],
+) -> Problem:
+    """The problem with these constraints. Raises ValueError if they have another form."""
+    n = len(costs)
+    problem = Problem(
+        _sums(costs, "costs", n),
+        _per_stage(speeds, "speeds", stages, 1.0),
+        np.append(_vector(cut_costs, "cut_costs", n - 1), 0.0),
+        None if memory is None else _sums(memory, "memory", n),
+        _per_stage(memory_cap, "memory_cap", stages, np.inf),
+        _earliest_starts(n, stages, pins),
+        _forbidden_cuts(n, together),
+    )
+    if memory is None and memory_cap is not None:
+        raise ValueError("memory_cap needs the memory of each layer")
+    return problem
 
 
 def _exact_starts(
@@ -290,7 +309,7 @@ def _exact_starts(
     return starts
 
 
-def _vector(values: Sequence[float] | None, name: str, count: int) -> Vector:
+def _vector(values: Sequence[float] | Vector | None, name: str, count: int) -> Vector:
     if values is None:
         return np.zeros(count)
     if len(values) != count:
@@ -302,7 +321,7 @@ def _vector(values: Sequence[float] | None, name: str, count: int) -> Vector:
     return vector
 
 
-def _sums(values: Sequence[float], name: str, count: int) -> Vector:
+def _sums(values: Sequence[float] | Vector, name: str, count: int) -> Vector:
     return np.concatenate([[0.0], np.cumsum(_vector(values, name, count))])
 
 
