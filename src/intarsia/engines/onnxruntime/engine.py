@@ -38,7 +38,8 @@ from intarsia.memory import release_mapped
 if TYPE_CHECKING:
     import torch
 
-    from intarsia.engines.onnxruntime.model import Model, Values
+    from intarsia.engines.onnxruntime.model import Model
+    from intarsia.engines.onnxruntime.nbits import Values
     from intarsia.network import Network
 
 
