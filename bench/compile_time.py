@@ -1,7 +1,7 @@
 """Capture to callable: Intarsia in the fixed order against `torch.onnx.export` plus the engine's own loading.
 
-    python bench/compile_time.py [bert ...] [--all] [--rounds 3] [--small] [--measured | --only-measured]
-    python bench/compile_time.py [bert ...] [--rounds 1] [--small] --cold
+    python -m bench.compile_time [bert ...] [--all] [--rounds 3] [--small] [--measured | --only-measured]
+    python -m bench.compile_time [bert ...] [--rounds 1] [--small] --cold
 
 Peers run in turn, round by round, in one process; figures are medians in seconds. `--measured` adds the
 default, which measures, with nothing known of the model and with known costs.
@@ -32,14 +32,15 @@ os.environ["INTARSIA_CACHE_GB"] = "0"  # what was compiled before is compiled ag
 import onnxruntime
 import openvino
 import torch
+from bench.specimens import names, specimen
 from rich.console import Console
 from rich.table import Table
 
 import intarsia
-from intarsia.cli import zoo
+from intarsia.cli.zoo import Specimen
 
 
-def peers(thing: zoo.Specimen, folder: Path) -> dict[str, Callable[[], object]]:
+def peers(thing: Specimen, folder: Path) -> dict[str, Callable[[], object]]:
     path = folder / "model.onnx"
 
     def onnx_then_onnxruntime() -> object:
@@ -69,7 +70,7 @@ def took(call: Callable[[], object]) -> float:
 
 
 def against_export(name: str, full: bool, rounds: int, table: Table) -> None:
-    thing = zoo.specimen(name, full=full)
+    thing = specimen(name, full=full)
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         runners = peers(thing, Path(folder))
@@ -90,7 +91,7 @@ def against_export(name: str, full: bool, rounds: int, table: Table) -> None:
 
 
 def measured(name: str, full: bool, rounds: int, table: Table) -> None:
-    thing = zoo.specimen(name, full=full)
+    thing = specimen(name, full=full)
     seconds: dict[str, list[float]] = {}
 
     def compiled(partition: str | None) -> float:
@@ -119,9 +120,9 @@ def cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in users)
 
 
-def varying(name: str, full: bool) -> zoo.Specimen:
+def varying(name: str, full: bool) -> Specimen:
     """A model of tokens with two padded rows, whose batch and length vary."""
-    thing = zoo.specimen(name, full=full)
+    thing = specimen(name, full=full)
     if name == "bert":
         thing.model.encoder.layer = thing.model.encoder.layer[:_BERT_LAYERS]
     return thing.padded(2, varying=True)
@@ -129,7 +130,7 @@ def varying(name: str, full: bool) -> zoo.Specimen:
 
 def once(label: str, name: str, full: bool, varies: bool) -> None:
     """Print the seconds and the CPU seconds of one compile, and the plan. It is the first of its process."""
-    thing = varying(name, full) if varies else zoo.specimen(name, full=full)
+    thing = varying(name, full) if varies else specimen(name, full=full)
     start, before = time.perf_counter(), cpu_s()
     with tempfile.TemporaryDirectory() as folder:
         if label == _SESSION:
@@ -150,7 +151,7 @@ def cold(name: str, full: bool, varies: bool, rounds: int) -> tuple[float, float
         for label in (_SESSION, _OURS) if number % 2 == 0 else (_OURS, _SESSION):
             size = [] if full else ["--small"]
             sizes = ["--varies"] if varies else []
-            command = [sys.executable, __file__, name, "--once", label, *size, *sizes]
+            command = [sys.executable, "-m", "bench.compile_time", name, "--once", label, *size, *sizes]
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode == 0:
                 *plan, figures = run.stdout.splitlines()
@@ -177,10 +178,10 @@ def over(of: Callable[[Iterable[float]], float], pairs: Sequence[tuple[float, fl
     return [of(one) for one in zip(*pairs, strict=True)]
 
 
-def all_cold(names: Sequence[str], full: bool, rounds: int) -> None:
+def all_cold(asked: Sequence[str], full: bool, rounds: int) -> None:
     print(f"load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads")
-    for varies, known in ((False, zoo.names()), (True, _VARYING)):
-        chosen = [name for name in names or known if not varies or name in known]
+    for varies, known in ((False, names()), (True, _VARYING)):
+        chosen = [name for name in asked or known if not varies or name in known]
         every = [cold(name, full, varies, rounds) for name in chosen]
         ratios = [one for one in every if one is not None]
         if ratios:
@@ -194,7 +195,7 @@ def all_cold(names: Sequence[str], full: bool, rounds: int) -> None:
 
 def warm(asked: argparse.Namespace) -> None:
     print("float32, batch 1: seconds from model to callable")
-    for name in zoo.names() if asked.all else asked.names or ["bert"]:
+    for name in names() if asked.all else asked.names or ["bert"]:
         table = Table("model", "", "median s", "ratio")  # one a model: a run that is stopped has told some
         if not asked.only_measured:
             against_export(name, not asked.small, asked.rounds, table)

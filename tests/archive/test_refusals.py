@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
 import os
+import resource
 import stat
 import struct
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -256,6 +259,22 @@ def test_writing_is_atomic_and_leaves_nothing_behind(archive: bytes, tmp_path: P
     intarsia.save(fast, target)
     assert os.listdir(tmp_path) == ["model.intarsia"]
     assert torch.equal(intarsia.load(target)(X), fast(X))
+
+
+def test_a_full_disk_is_an_error_with_the_name_of_the_file(
+    archive: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    fast, limits = load_bytes(archive), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*model\.intarsia"):
+            intarsia.save(fast, tmp_path / "model.intarsia")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gc.collect()
+    assert os.listdir(tmp_path) == [] and not unraisable
 
 
 def test_members_are_aligned_and_readable_by_their_own_libraries(archive: bytes, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class Scaled(nn.Module):
         ({"x": {5: Dim("n")}}, "names dimension 5 of x, which has 2 dimensions"),
         ({"x": {"0": Dim("n")}}, "names dimension '0' of x"),
         ({"scaled": {0: Dim("n")}}, "not an argument of the call; did you mean 'scale'"),
-        (({0: Dim("n")}, None, None), "dynamic_shapes has 3 entries; the call has 2 arguments"),
+        (({0: Dim("n")}, None, None), "dynamic_shapes has 3 entries; the call has 2: "),
         ({"x": {0: "batch"}}, "gives 'batch' for dimension 0 of x; give a torch.export.Dim"),
         ({"x": "batch"}, "gives 'batch' for x"),
         ("batch", "dynamic_shapes='batch'"),
@@ -113,6 +113,31 @@ def test_dynamic_shapes_that_mean_nothing_are_a_sentence(
         function(Scaled(), (X, torch.tensor(2.0)), dynamic_shapes=shapes)
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert capfd.readouterr().err == ""
+
+
+class Variadic(nn.Module):
+    def forward(self, *parts: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return torch.relu(sum(parts, *named.values()))
+
+
+ROWS = {0: Dim("rows", min=1, max=8)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        ((ROWS, ROWS, ROWS), r"has 3 entries; the call has 2: parts, named \(what \*args takes is one entry"),
+        ({"parts": ROWS}, "parts holds 2 values, and dynamic_shapes gives it {0: "),
+        ({"parts": (ROWS,)}, "parts holds 2 values, .*; give a tuple with an entry for each value"),
+        ({"last": ROWS}, r"names 'last', which forward takes by a \*\*parameter"),
+        ({"named": {"last": ROWS}}, r"names 'named', which forward takes by a \*\*parameter"),
+    ],
+)
+def test_dynamic_shapes_of_variadic_arguments_are_a_sentence(shapes: Any, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        intarsia.compile(Variadic(), (X, X), {"last": X}, dynamic_shapes=shapes)
+    fast = intarsia.compile(Variadic(), (X, X), dynamic_shapes=((ROWS, ROWS),))
+    torch.testing.assert_close(fast(X[:1], X[:1]), torch.relu(2 * X[:1]))
 
 
 class Branches(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import intarsia
-from intarsia.errors import RefitError, StaleWeightsError
+from intarsia.errors import InputError, RefitError, StaleWeightsError
 
 torchao = pytest.importorskip("torchao.quantization")
 
@@ -162,6 +162,25 @@ def test_a_subclass_nobody_knows_runs_as_it_is_and_the_rest_is_compiled() -> Non
     assert list(fast.parts) == ["1"]
     assert any("0.weight is a _Doubled, a subclass of Tensor without" in note for note in fast.notes)
     torch.testing.assert_close(fast(X), model(X).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "mnn"])
+def test_an_input_of_a_subclass_is_no_failure_of_the_engine(engine: str) -> None:
+    model, x = nn.Linear(64, 64).eval(), torch.linspace(-1, 1, 128).reshape(2, 64)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    with pytest.warns(UserWarning, match=f"PyTorch runs this call in place of {engine}"):
+        torch.testing.assert_close(fast(_Doubled(x)), model(2 * x).detach())
+    torch.testing.assert_close(fast(x), model(x).detach())
+    assert not any("failed at a call" in note for note in fast.notes)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_input_is_a_sentence(layout: torch.layout) -> None:
+    x = torch.zeros(2, 64)
+    fast = intarsia.compile(nn.Linear(64, 64).eval(), (x,), engines="pytorch")
+    with pytest.raises(InputError, match="input input is a nested tensor; compiled for a plain one"):
+        fast(torch.nested.nested_tensor([x, x[:1]], layout=layout))
 
 
 class _Sparse(nn.Module):

@@ -38,6 +38,21 @@ def test_a_compiled_module_says_what_to_transform(transformed: Callable[[Any], A
         transformed(fast)
 
 
+def test_weights_set_by_name_are_refused() -> None:
+    """`functional_call` sets attributes. It would set a weight that no engine reads."""
+    model = nn.Linear(8, 8).eval()
+    weights = {name: 2 * weight for name, weight in model.named_parameters()}
+    fast = intarsia.compile(model, (X,), engines="pytorch")
+    with pytest.raises(InputError, match="no 'weight': its weights are frozen"):
+        torch.func.functional_call(fast, weights, (X,))
+    torch.testing.assert_close(fast(X), model(X).detach())
+    inside = intarsia.compile(nn.Sequential(model).eval(), (X,), engines="pytorch")
+    with pytest.raises(AttributeError) as error:
+        torch.func.functional_call(inside, {f"0.{name}": value for name, value in weights.items()}, (X,))
+    assert "use the model itself, also for torch.func.functional_call" in str(error.value.__cause__)
+    assert not hasattr(inside, "0") and not hasattr(fast, "weight")
+
+
 class _Steps(nn.Module):
     """Not captured whole: it decides on a value."""
 

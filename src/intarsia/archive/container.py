@@ -22,7 +22,7 @@ import threading
 import weakref
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, Self
 
 import numpy as np
 
@@ -39,13 +39,21 @@ _BLOCK = _ROWS * _COLUMNS * 8
 
 
 class Writer:
-    """Writes members one after another, and the manifest last."""
+    """Writes members one after another, and the manifest last. A `with` block ends it after an error."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True)
         self._members: dict[str, dict[str, Any]] = {}
         self.places: dict[str, int] = {}  # where members begin
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # An open ZipFile writes to the closed file when it is deleted, and Python prints that error.
+        with contextlib.suppress(OSError, ValueError):
+            self._zip.close()
 
     def add(self, name: str, chunks: Iterable[Any]) -> str:
         """Write a member; returns its digest."""

@@ -111,24 +111,24 @@ class BundleWriter:
         return file.getvalue()
 
     def _write(self, file: BinaryIO, about: Mapping[str, Json], path: str | None) -> None:
-        writer = Writer(file)
-        writer.add(WEIGHTS, self._tensors.chunks())
-        for name, data in self._members.items():
-            writer.add(name, [data])
-        if path is not None:
-            writer.flush()
-            start = writer.places[WEIGHTS]
-            places = {key: start + place for key, place in self._tensors.places().items()}
-            for number, packing in enumerate(self._packings):
-                _pack(writer, packing, path, places, f"packed/{number}")
-        writer.close(
-            {
-                **about,
-                "made by": made_by(),
-                "programs": self._programs,
-                "tensors": self._tensors.description(),
-            }
-        )
+        with Writer(file) as writer:
+            writer.add(WEIGHTS, self._tensors.chunks())
+            for name, data in self._members.items():
+                writer.add(name, [data])
+            if path is not None:
+                writer.flush()
+                start = writer.places[WEIGHTS]
+                places = {key: start + place for key, place in self._tensors.places().items()}
+                for number, packing in enumerate(self._packings):
+                    _pack(writer, packing, path, places, f"packed/{number}")
+            writer.close(
+                {
+                    **about,
+                    "made by": made_by(),
+                    "programs": self._programs,
+                    "tensors": self._tensors.description(),
+                }
+            )
 
     def _members_under(self, folder: str) -> list[str]:
         return [name for name in self._members if name.startswith(folder)]

@@ -126,8 +126,10 @@ def write_atomically(
         if durable:
             os.chmod(beside, 0o666 & ~_umask())  # as any new file; a temporary one is private
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         Path(beside).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk names no file
         raise
 
 

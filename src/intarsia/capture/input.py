@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 from intarsia.capture.example import bound_arguments, distinct_inputs
 from intarsia.errors import InputError, near_names
@@ -166,7 +167,9 @@ def resolve_call(
     count = len(args)
     by_name = dict(zip(kwargs, resolved.dynamic_shapes[count:], strict=True))
     bound = bound_arguments(model, resolved.dynamic_shapes[:count], by_name)
-    return (*examples, None if bound is None else dict(bound.arguments))
+    dims = None if bound is None else dict(bound.arguments)
+    check_dynamic_shapes(model, *examples, dims)
+    return (*examples, dims)
 
 
 def check_dynamic_shapes(
@@ -188,17 +191,27 @@ def check_dynamic_shapes(
             hint = near_names(name, bound) or f"; they are {', '.join(bound)}"
             raise InputError(f"dynamic_shapes names {name!r}, which is not an argument of the call{hint}")
     if not named and len(dynamic_shapes) > len(bound):
-        raise InputError(
-            f"dynamic_shapes has {len(dynamic_shapes)} entries; the call has {len(bound)} arguments"
-        )
+        what = f"dynamic_shapes has {len(dynamic_shapes)} entries; the call has {len(bound)}"
+        raise InputError(f"{what}: {', '.join(bound)} (what *args takes is one entry, a tuple)")
     pairs = named.items() if named else zip(bound, dynamic_shapes, strict=False)
     for name, dims in pairs:
-        _check_dims(name, bound.get(name, kwargs.get(name)), dims)
+        parameter = call.signature.parameters.get(name)
+        if parameter is None or parameter.kind is parameter.VAR_KEYWORD:
+            if pytree.tree_any(lambda dim: dim is not None, dims):
+                raise InputError(
+                    f"dynamic_shapes names {name!r}, which forward takes by a **parameter: torch.export"
+                    " cannot let its sizes vary; give the argument a name in forward"
+                )
+            continue
+        _check_dims(name, bound[name], dims)
 
 
 def _check_dims(name: str, value: Any, dims: Any) -> None:
-    if isinstance(value, list | tuple) and isinstance(dims, list | tuple):
-        for place, (item, of_item) in enumerate(zip(value, dims, strict=False)):
+    if isinstance(value, list | tuple) and dims is not None:
+        if not isinstance(dims, list | tuple) or len(dims) != len(value):
+            what = f"{name} holds {len(value)} values, and dynamic_shapes gives it {dims!r}"
+            raise InputError(f"{what}; give a tuple with an entry for each value")
+        for place, (item, of_item) in enumerate(zip(value, dims, strict=True)):
             _check_dims(f"{name}[{place}]", item, of_item)
     elif isinstance(value, Mapping) and isinstance(dims, Mapping):
         for key in dims:

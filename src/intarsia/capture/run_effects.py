@@ -98,8 +98,8 @@ def watched(model: nn.Module) -> Iterator[list[Effect]]:
 def settled(effects: Sequence[Effect], model: nn.Module, call: Call) -> list[Effect]:
     """The effects, with state that only the first run changes (a cache that it fills) as a note.
 
-    Where there is such state the model is run twice more. UnrepeatableError for effects that no graph may
-    omit.
+    Where state changed, the model is run again, and once more if that changes state, too. UnrepeatableError
+    for effects that no graph may omit.
     """
     refused = next((effect for effect in effects if effect.follows == "refusal"), None)
     if refused is not None:
@@ -108,7 +108,7 @@ def settled(effects: Sequence[Effect], model: nn.Module, call: Call) -> list[Eff
         return list(effects)
     with undisturbed(model):
         first, answer = _run_again(model, call)
-        second, other = _run_again(model, call)
+        second, other = _run_again(model, call) if any(first) else (first, answer)
     lasting = {name for name, e in second.items() if name in first and first[name].before != e.before}
     settled = [e if not e.name or e.name in lasting else replace(e, follows="note") for e in effects]
     if lasting and disagreement(other, answer) is not None:

@@ -59,7 +59,7 @@ class Blocks:
     @cached_property
     def digests(self) -> list[str]:
         """The digest of every block; blocks with equal digests take the same time."""
-        return [contents(piece.module) for piece in self.pieces]
+        return [contents(piece.owner, piece.graph) for piece in self.pieces]
 
     @property
     def is_repetitive(self) -> bool:

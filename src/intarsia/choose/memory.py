@@ -25,8 +25,10 @@ _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _SMALL = 64  # elements of an integer constant whose values may decide what a converter does
 
 
-def contents(module: fx.GraphModule) -> str:
+def contents(module: fx.GraphModule, graph: fx.Graph | None = None) -> str:
     """A digest that is equal for graphs with the same operators, arguments, edges, dtypes and sizes.
+
+    `graph` is the module's own, or another that reads the module's constants.
 
     Weights count by dtype and shape and not by value, so equal layers of a model have one digest. (The build
     cache has a digest of its own, `of_lowered`: a stored program depends on names and on every weight.)
@@ -36,14 +38,14 @@ def contents(module: fx.GraphModule) -> str:
     >>> contents(graphs[0]) == contents(graphs[1])
     True
     """
-    return digest(*_lines(module))
+    return digest(*_lines(module, graph or module.graph))
 
 
-def _lines(module: fx.GraphModule) -> list[str]:
+def _lines(module: fx.GraphModule, graph: fx.Graph) -> list[str]:
     number: dict[fx.Node, int] = {}
     symbols: dict[str, str] = {}
     lines = []
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         number[node] = len(number)
         if node.op == "get_attr":
             lines.append(f"constant {_constant(_attribute(module, str(node.target)), symbols)}")

@@ -88,7 +88,8 @@ def _burst(pool: ThreadPoolExecutor, call: Timed, threads: int) -> Timed:
 SPREAD_ROUNDS = 3  # the fewest rounds that show a spread
 _QUICK_S = 3.0  # rounds that take less than this do not count against a budget
 _CALM_ROUNDS = 4  # one disturbance of the machine does not decide among so many; among three it would
-SURE_ROUNDS, _SURE_S = 9, 2.0  # this many rounds, if they take no longer
+_SURE_ROUNDS, _SURE_S = 9, 2.0  # this many rounds, if they take no longer
+MOST_ROUNDS, _FEWEST_ROUNDS = 20, 5  # of the race that decides, if time allows
 _SHARE = 0.2  # of a budget, for a race of slow plans
 _NEAR, _PAIR = 1.1, 2  # a race of slow plans has those this near to the fastest, and at least two
 
@@ -101,9 +102,17 @@ def round_s(names: Sequence[str], trials: Trials) -> float:
     return sum(trials[name].median if name in trials else lead for name in names)
 
 
-def is_quick(names: Sequence[str], trials: Trials, rounds: int = SPREAD_ROUNDS) -> bool:
-    """Whether these rounds (three show a spread) take so little time that the budget does not matter."""
-    return rounds * round_s(names, trials) < _QUICK_S
+def is_quick(names: Sequence[str], trials: Trials) -> bool:
+    """Whether three rounds, which show a spread, take so little time that the budget does not matter."""
+    return SPREAD_ROUNDS * round_s(names, trials) < _QUICK_S
+
+
+def last_rounds(names: Sequence[str], trials: Trials) -> int:
+    """The rounds of the race that decides, if there is no budget.
+
+    With 20 rounds, the race took 15 of 52 s of CPU time to compile BERT with sizes that vary.
+    """
+    return min(max(int(_QUICK_S / round_s(names, trials)), _FEWEST_ROUNDS), MOST_ROUNDS)
 
 
 def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> int:
@@ -115,7 +124,7 @@ def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) ->
     took = round_s(names, trials)
     if not is_quick(names, trials):
         return min(max(int(_SHARE * budget_s / took), 1), _CALM_ROUNDS)
-    return min(max(int(_SURE_S / took), min(int(_QUICK_S / took), _CALM_ROUNDS)), SURE_ROUNDS)
+    return min(max(int(_SURE_S / took), min(int(_QUICK_S / took), _CALM_ROUNDS)), _SURE_ROUNDS)
 
 
 def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> list[str]:
@@ -124,7 +133,7 @@ def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> lis
     Three rounds of two plans tell more than one round of six.
     """
     near = sorted(leaders, key=lambda name: trials[name].quickest)
-    while len(near) > _PAIR and SURE_ROUNDS * round_s([*near, *fresh], trials) > _SURE_S:
+    while len(near) > _PAIR and _SURE_ROUNDS * round_s([*near, *fresh], trials) > _SURE_S:
         is_near = trials[near[-1]].quickest < trials[near[0]].quickest * _NEAR
         if is_near and _CALM_ROUNDS * round_s([*near, *fresh], trials) < _QUICK_S:
             break

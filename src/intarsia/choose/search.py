@@ -217,8 +217,11 @@ class Search:
                     "mixes: one engine leads in a network of equal layers; a budget measures its blocks"
                 )
                 return None
-            if whole * blocks.share + len(set(blocks.digests)) * engines * _RACE_S < left:
+            needs = whole * blocks.share
+            if needs + len(set(blocks.digests)) * engines * _RACE_S < left:
                 return blocks
+            if needs >= left:  # larger blocks are equal more rarely, and take no less
+                break
         self.plans.leave_out(f"mixes: measuring blocks does not fit into what is left of {self._budget}")
         return None
 

@@ -11,10 +11,11 @@ from intarsia.choose.candidate import Built, Sample
 from intarsia.choose.findings import Trial, is_decided, winner
 from intarsia.choose.measured import Measured
 from intarsia.choose.race import (
+    MOST_ROUNDS,
     SPREAD_ROUNDS,
-    SURE_ROUNDS,
     Progress,
     is_quick,
+    last_rounds,
     least_rounds,
     race_plans,
 )
@@ -22,7 +23,6 @@ from intarsia.errors import EngineError
 from intarsia.partition import PYTORCH
 
 FAR = 1.6  # plans this slow in two rounds leave the race, and no options of them are tried
-_ROUNDS = 20  # of the race that decides
 _LONG_ROUND_S = 1.0  # a round that takes longer runs twice before the race that decides
 _AHEAD = 1.03  # another plan's median is faster than the selected plan's by this factor
 
@@ -46,9 +46,7 @@ class Standings:
         That may be a dropped plan, if the machine was busy. Otherwise it is a plan that is ahead in the
         median, but did not win three of four rounds.
         """
-        # With 20 rounds, the race took 15 of 52 s of CPU time to compile BERT with sizes that vary.
-        is_long = self.measured.budget_s is None and not is_quick(names, self.trials, _ROUNDS)
-        rounds = SURE_ROUNDS if is_long else _ROUNDS
+        rounds = MOST_ROUNDS if self.measured.budget_s else last_rounds(names, self.trials)
         self.race(names, final=True, rounds=rounds, share=0.2)
         leader = self.trials[self.leader()]
         standing = [trial for trial in self.trials.values() if trial.name in self.built]

@@ -22,8 +22,7 @@ from intarsia.graph.sizes import constant_value
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A segment as a module: call `module` with the values of `inputs`; it returns those of `outputs` as a
-    `inputs` and `outputs` are nodes of the graph of `owner`; `graph` is the graph of the piece.
+    """A segment as a module: call `module` with the values of `inputs`; it returns those of `outputs`.
 
     `inputs` and `outputs` are nodes of the graph of `owner`. `graph` is the graph of the piece.
     """

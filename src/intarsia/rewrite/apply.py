@@ -73,9 +73,8 @@ def _apply_all(net: Network, engine: NetworkBuilder, limit: int | None, strict: 
     refused = {f.name: reason for f in suitable if (reason := f.refusal(engine)) is not None}
     shipped = _shipped_entries(fusion for fusion in suitable if fusion.name not in refused)
     skipped = {
-        name: f"{engine.name} refuses the layers that the rewrite makes: {reason}"
-        for name, reason in refused.items()
-        if _has_match(FUSIONS[name], net)
+        name: f"{engine.name} refuses the layers that the rewrite makes: {refused[name]}"
+        for name in _matching([FUSIONS[name] for name in refused], net)
     }
     manager = _manager([*shipped, *RewritePatternManager.instance().entries()])
     log = manager.rewrite(net, limit=limit, strict=strict)
@@ -97,10 +96,10 @@ def _apply_paying(
         log.add(_manager(entries).rewrite(net, limit=left, strict=strict))
         if log.exhausted:
             return log
-        matching = [fusion for fusion in undecided if _has_match(fusion, net)]
+        matching = _matching(undecided, net)
         if not matching:
             return log
-        for fusion in matching:
+        for fusion in [fusion for fusion in undecided if fusion.name in matching]:
             undecided.remove(fusion)
             reason = _reason_to_skip(fusion, engine, measure, benefits)
             if reason is None:
@@ -207,8 +206,9 @@ def _manager(entries: Iterable[Entry]) -> RewritePatternManager:
     return manager
 
 
-def _has_match(fusion: Fusion, net: Network) -> bool:
-    return next(_manager(_shipped_entries([fusion])).each_match(net), None) is not None
+def _matching(fusions: Iterable[Fusion], net: Network) -> list[str]:
+    """The names of the fusions that match somewhere in a network."""
+    return [match.label for match in _manager(_shipped_entries(fusions)).each_match(net, once=True)]
 
 
 # What a shipped pattern is worth on this machine: measured once per engine, remembered on disk.

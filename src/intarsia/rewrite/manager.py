@@ -115,19 +115,21 @@ class RewritePatternManager:
         """The places where patterns would fire in the current network. Nothing is changed."""
         return list(self.each_match(net, args))
 
-    def each_match(self, net: Network, args: Any = None) -> Iterator[Match]:
-        """The matches one by one, for those who need the first only."""
+    def each_match(self, net: Network, args: Any = None, *, once: bool = False) -> Iterator[Match]:
+        """The matches one by one; with `once`, the first of every pattern."""
         self._pass(args)
         net.order.complete()
         index = PatternIndex(self._sorted())
+        left = -1  # the patterns that are asked about
         for layer in list(net.get_layers()):
-            for number in bits(index.starting_at(layer.node)):
+            for number in bits(index.starting_at(layer.node, left)):
                 if layer.is_removed():
                     break  # by whoever asks for the matches
                 entry = index.entries[number]
                 with net_guard(net):
-                    outcome = self._ask(net, entry, layer)
+                    outcome = self._ask(net, entry, layer, explain=False)
                 if not outcome.reason:
+                    left &= ~(1 << number) if once else -1
                     yield Match(entry.label, layer)
 
     def explain(self, layer: Layer, args: Any = None) -> list[MatchReport]:
@@ -137,7 +139,7 @@ class RewritePatternManager:
         with net_guard(layer.network):
             return [self._ask(layer.network, entry, layer) for entry in self._sorted()]
 
-    def _ask(self, net: Network, entry: Entry, layer: Layer) -> MatchReport:
+    def _ask(self, net: Network, entry: Entry, layer: Layer, *, explain: bool = True) -> MatchReport:
         pattern = entry.pattern
         if pattern.root_layer is not None and layer.kind not in pattern.root_layer:
             kinds = " or ".join(sorted(pattern.root_layer))
@@ -145,7 +147,7 @@ class RewritePatternManager:
         try:
             match = pattern.find(layer)
             if not match:
-                return MatchReport(entry.label, pattern.why_not(layer))
+                return MatchReport(entry.label, pattern.why_not(layer) if explain else "it does not match")
         except Exception as error:
             return MatchReport(entry.label, f"it could not be checked at {layer.name}: {error}")
         try:

@@ -217,6 +217,8 @@ def check_inputs(checks: tuple[Check, ...], flat: list[Any], ranges: Mapping[Any
             raise InputError(f"input {check.name} has dtype {value.dtype}; compiled for {check.dtype}")
         if value.device != check.device:
             raise InputError(f"input {check.name} is on {value.device}; compiled for {check.device}")
+        if value.is_nested:  # torch raises an internal error for the shape of one
+            raise InputError(f"input {check.name} is a nested tensor; compiled for a plain one")
         if check.strides is not None and value.stride() != check.strides:
             raise InputError(
                 f"input {check.name} has strides {value.stride()}; the model reads it by its strides, and was"

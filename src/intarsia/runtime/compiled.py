@@ -47,6 +47,11 @@ NOT_TRANSFORMED = (
 )
 NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the original model"
 
+NOT_HERE = (
+    "a compiled module has no {!r}: its weights are frozen, and it has none of the model's modules; use the"
+    " model itself, also for torch.func.functional_call, or pass new weights to refit"
+)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -313,6 +318,7 @@ class Compiled(FrozenModule):
             if (
                 value.__class__ is not torch.Tensor
                 or value.dtype is not dtype
+                or value.is_nested
                 or value.shape != shape
                 or value.device != device
             ):
@@ -339,6 +345,21 @@ class Compiled(FrozenModule):
 
     def extra_repr(self) -> str:
         return f"{count_text(len(self.plan), 'segment')} on {', '.join(self.plan.engines)}"
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and self._holds(name):
+            raise AttributeError(NOT_HERE.format(name))
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch.func.functional_call sets weights by name. Engines would not see them.
+        if isinstance(value, torch.Tensor) and self._holds(name):
+            raise InputError(NOT_HERE.format(name))
+        super().__setattr__(name, value)
+
+    def _holds(self, name: str) -> bool:
+        """Whether the model has a weight of this name, or a module of this name with a weight."""
+        return any(key.partition(".")[0] == name for key in self._fit.state)
 
     def _weights(self) -> Iterable[torch.Tensor]:
         return self._fit.state.values()

@@ -105,7 +105,7 @@ class WithFallback:
             raise EngineError(f"{self.engine} failed at a call ({reason}), and {why}")
         # If PyTorch fails too, the call is the cause, and its error is raised.
         answer = self.otherwise(*inputs)
-        if not all(map(_is_plain, inputs)):  # a sparse or lazily negated input is no failure of the engine
+        if not all(map(_is_plain, inputs)):  # a sparse, lazily negated or fake input is no engine's failure
             warn(f"PyTorch runs this call in place of {self.engine}, which cannot read an input: {reason}")
         # Export assumes that `x[:1]` has a row, also for sizes that may be 0. Then the graph is the cause.
         elif self.failure is None and types_of(results) != types_of(answer):
@@ -170,7 +170,9 @@ class InPyTorch:
 def _is_plain(value: Any) -> bool:
     """Whether a tensor's memory holds its values, so that an engine can read them there."""
     return not isinstance(value, torch.Tensor) or (
-        value.layout is torch.strided and not value.is_neg() and not value.is_conj()
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not (value.is_neg() or value.is_conj())
     )
 
 
