@@ -123,24 +123,25 @@ def measure(engine: str, folders: list[str], generation: bool) -> None:
     with torch.no_grad():
         run.generate(ids, max_new_tokens=16, do_sample=False) if generation else run(ids, use_cache=False)
     figures["after a call"] = resident()
+    file = Path(folders[1], f"{engine}.intarsia")
     if not generation:
-        del model, run
-        gc.collect()
-        figures["without the model"] = resident()
-        file = Path(folders[1], f"{engine}.intarsia")
-        with peak() as figures["peak while saving"]:
-            intarsia.save(fast, file)
-        figures["saved"] = resident()
-        del fast
-        gc.collect()
-        emptied = resident()
-        with peak() as figures["peak while loading the file"]:
-            again = intarsia.load(file)
-        again(ids, use_cache=False)
-        figures["the file loaded"] = {
-            key: size - emptied[key] + before[key] for key, size in resident().items()
-        }
-        print(f"{_ANSWER}{json.dumps({'file': file.stat().st_size})}")
+        del model
+    del run
+    gc.collect()
+    figures["without the model"] = resident()
+    with peak() as figures["peak while saving"]:
+        (intarsia.generation.save if generation else intarsia.save)(fast, file)
+    figures["saved"] = resident()
+    if generation:
+        fast.restore()
+    del fast
+    gc.collect()
+    emptied = resident()
+    with peak() as figures["peak while loading the file"]:
+        again = intarsia.generation.load(file, model) if generation else intarsia.load(file)
+    again.generate(ids, max_new_tokens=16, do_sample=False) if generation else again(ids, use_cache=False)
+    figures["the file loaded"] = {key: size - emptied[key] + before[key] for key, size in resident().items()}
+    print(f"{_ANSWER}{json.dumps({'file': file.stat().st_size})}")
     libraries = {key: before[key] - alone[key] for key in before}
     beyond = {name: {key: size - before[key] for key, size in row.items()} for name, row in figures.items()}
     print(f"{_ANSWER}{json.dumps({'libraries': libraries, **beyond})}")

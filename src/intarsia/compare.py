@@ -113,7 +113,7 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int)
     answer, truth = answer.detach(), truth.detach()
     if special:  # in float64, since short floats do not have this operator
         answer, truth = (torch.nan_to_num(x.double(), 0.0, 0.0, 0.0) for x in (answer, truth))
-    alike = _Alike(truth, _share(limits))
+    alike = _Alike(truth)
     place = _worst(answer, truth, None, alike, limits)
     if place is None:
         return None
@@ -152,7 +152,7 @@ def _worst(
 
     Without `noise`, a share of each magnitude is allowed.
     """
-    typical = alike.typical_share if noise is None else alike.typical(noise)
+    typical = alike.typical(truth, _share(limits)) if noise is None else alike.typical(noise)
     worst, place, start = 0.0, None, 0
     for answered, right, *noises in slices_of(answer, truth, *([] if noise is None else [noise])):
         b = right.double()
@@ -209,19 +209,16 @@ class _Alike:
     """Groups of elements of a tensor whose magnitudes have no wide gap between them.
 
     There may be millions of logits, so exponents are counted and not sorted, and nothing is as large as they
-    are. `typical_share` is the typical size of this `share` of the values, as `typical` is of noise.
+    are.
     """
 
-    def __init__(self, values: torch.Tensor, share: float) -> None:
+    def __init__(self, values: torch.Tensor) -> None:
         self._values = values
         counts = torch.zeros(_EXPONENTS, dtype=torch.long, device=values.device)
         zeros = torch.zeros_like(counts[0])
-        squares = torch.zeros(_EXPONENTS, dtype=torch.double, device=values.device)
         for (part,) in slices_of(values):
             numbers = part.double()
-            exponents = _exponents(numbers)
-            counts += torch.bincount(exponents, minlength=len(counts))
-            squares += torch.bincount(exponents, numbers.mul(share).square_(), len(squares))
+            counts += torch.bincount(_exponents(numbers), minlength=len(counts))
             zeros += (numbers == 0).sum()
         present = counts.clone()
         present[0] -= zeros  # which belong to the group of the smallest values
@@ -229,21 +226,17 @@ class _Alike:
         starts = (used.diff(prepend=used[:1]) > _GAP).long().cumsum(0)
         self._group = torch.zeros_like(counts).scatter_(0, used, starts)
         self._several = bool(self._group.any())
-        sums, sizes = (torch.zeros_like(x).index_add_(0, self._group, x) for x in (squares, counts))
-        self.typical_share = (sums / sizes.clamp_(min=1)).sqrt_()
-        if not self._several:
-            self.typical_share = self.typical_share[0]
 
-    def typical(self, noise: torch.Tensor) -> torch.Tensor:
-        """The root mean square of the noise in each group; a single element may have little by chance."""
+    def typical(self, noise: torch.Tensor, share: float = 1.0) -> torch.Tensor:
+        """The root mean square of the noise, times `share`, in each group."""
         if not self._several:
-            whole = torch.stack([seen.square().sum() for (seen,) in slices_of(noise)]).sum()
-            return (whole / noise.numel()).sqrt_()
+            squared = [seen.double().mul(share).square_().sum() for (seen,) in slices_of(noise)]
+            return (torch.stack(squared).sum() / noise.numel()).sqrt_()
         squares = torch.zeros(len(self._group), dtype=torch.double, device=noise.device)
         counts = torch.zeros_like(squares)
         for part, seen in slices_of(self._values, noise):
             groups = self._groups(part.double())
-            squares += torch.bincount(groups, seen.square(), len(squares))
+            squares += torch.bincount(groups, seen.double().mul(share).square_(), len(squares))
             counts += torch.bincount(groups, minlength=len(squares))
         return (squares / counts.clamp_(min=1)).sqrt_()
 

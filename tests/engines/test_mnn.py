@@ -370,7 +370,7 @@ def test_a_converter_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_search_tries_it_where_convolutions_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "has_bfloat16_tiles", lambda: False)
+    monkeypatch.setattr(engine_module, "is_arm", lambda: True)
     vision = nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(8)])
     text = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
     usable = default_engines()
@@ -382,7 +382,7 @@ def test_a_search_tries_it_where_convolutions_are_many(monkeypatch: pytest.Monke
 
 def test_a_search_leaves_it_out_on_processors_where_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     vision = nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(8)])
-    monkeypatch.setattr(engine_module, "has_bfloat16_tiles", lambda: True)
+    monkeypatch.setattr(engine_module, "is_arm", lambda: False)
     assert "mnn" not in [engine.name for engine in with_unasked_engines(default_engines(), "cpu", vision)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.layouts import Compressed
 from torch import nn
 
 import intarsia
+from intarsia import generation
 
 IDS = torch.tensor([[1, 5, 9, 7]])
 needs_maps = pytest.mark.skipif(
@@ -62,6 +64,24 @@ def test_prompts_and_tokens_map_the_same_files() -> None:
         assert torch.equal(generated(model), expected)
         assert made.forward.runs["own"] == 0
         assert all(line.endswith("(deleted)") for line in mappings())  # only what is mapped remains
+
+
+@needs_maps
+def test_programs_that_are_loaded_map_the_same_files(tmp_path: Path) -> None:
+    model = quantized()
+    expected = generated(model)
+    with intarsia.compile_generation(model, max_length=16, padding=False, engines="onnxruntime") as made:
+        generation.save(made, tmp_path / "file")
+    del made
+    gc.collect()
+    before = mapped()
+    with generation.load(tmp_path / "file", model) as loaded:
+        files = mapped() - before
+        assert len(files) == 8
+        assert min(files.values()) >= 2
+        assert torch.equal(generated(model), expected)
+        assert loaded.forward.runs["own"] == 0
+        assert not loaded.notes
 
 
 def test_without_a_folder_for_temporary_files_each_program_holds_its_weights(

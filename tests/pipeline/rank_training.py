@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import weakref
 
 import pytest
@@ -307,7 +308,24 @@ def clipping(name="gpt2"):
             wanted = dict(plain.named_parameters(remove_duplicate=False))[n].grad
             if wanted is not None:
                 torch.testing.assert_close(p.grad, wanted, rtol=1e-3, atol=1e-8)
+    refused_clipping(pipe)
     print("clipping ok", flush=True)
+
+
+def refused_clipping(pipe):
+    """NaN on one rank counts on every rank; what a rank cannot do alone is refused."""
+    gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
+    for rank in range(dist.get_world_size()):
+        for gradient in gradients:
+            gradient.fill_(math.nan if rank == dist.get_rank() else 1.0)
+        for norm_type in (2.0, float("inf")):
+            with pytest.raises(RuntimeError, match="gradients from `parameters` is non-finite"):
+                pipe.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+    assert pipe.clip_grad_norm_(1.0, float("inf")).isnan()
+    with pytest.raises(InputError, match=r"norm_type is 0\.0; over ranks, it is a positive number"):
+        pipe.clip_grad_norm_(1.0, 0)
+    with pytest.raises(PartitionError, match=r"torch\.optim\.LBFGS computes with the gradients of all"):
+        torch.optim.LBFGS(pipe.parameters()).step(lambda: 0.0)
 
 
 def checkpoints(folder):

@@ -11,6 +11,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from types import TracebackType
 
 import torch
@@ -111,7 +112,7 @@ class Unpacker:
             if isinstance(engine, NetworkEngine) and self._fits(item, engine):
                 name = str(item["packed"]["blob"])
                 if name not in self._futures:
-                    self._futures[name] = self._pool.submit(self._load, item, engine)
+                    self._futures[name] = self._pool.submit(copy_context().run, self._load, item, engine)
 
     def program(self, item: Json, engine: NetworkEngine) -> Program | None:
         """The packed program of a piece; None if there is none, or it is for another version or machine.

@@ -285,12 +285,14 @@ class Builder:
         suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
+            if len(nodes) == len(suspects):
+                return failure.reason
             part, count = part_of(piece.module, engine, nodes), len(self.notes)
             outcome = self._build(part.module, engine, [case_of(part, known) for known in values])
             del self.notes[count:]  # notes on parts are not for the user
             return outcome.reason if isinstance(outcome, Failure) else None
 
-        kinds = {node: _kind(node) for node in suspects}
+        kinds = {node: node_kind(node) for node in suspects}
 
         def alike(node: fx.Node) -> list[fx.Node]:
             return [other for other in suspects if kinds[other] == kinds[node]]
@@ -301,7 +303,7 @@ class Builder:
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
 
 
-def _kind(node: fx.Node) -> str:
+def node_kind(node: fx.Node) -> str:
     """A key that is equal for nodes that differ only in the values of their inputs."""
     values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
     shapes = [(value.dtype, tuple(value.shape)) for value in values if isinstance(value, torch.Tensor)]

@@ -9,18 +9,20 @@ from typing import Any
 
 from torch import fx
 
+from intarsia.build.builder import node_kind
 from intarsia.build.trial import run_in_pytorch
 from intarsia.choose.findings import BlockCost
 from intarsia.choose.memory import contents
 from intarsia.errors import PartitionError
 from intarsia.graph.line import Line, placement_line
-from intarsia.graph.nodes import module_path, op_name
+from intarsia.graph.nodes import compute_nodes, module_path, op_name
 from intarsia.graph.piece import Piece, extract, plan_at
 from intarsia.graph.plan import Plan
 from intarsia.partition.blocks import work
 from intarsia.partition.constrain import find_groups
 from intarsia.partition.options import Atomic
 
+_OFTEN = 4
 _FIRST = (
     "conv",
     "linear",
@@ -60,11 +62,6 @@ class Blocks:
     def digests(self) -> list[str]:
         """The digest of every block; blocks with equal digests take the same time."""
         return [contents(piece.owner, piece.graph) for piece in self.pieces]
-
-    @property
-    def is_repetitive(self) -> bool:
-        """Whether most blocks are equal, as the layers of a transformer are."""
-        return 2 * max(map(self.digests.count, self.digests)) > len(self)
 
     @property
     def share(self) -> float:
@@ -137,6 +134,15 @@ def find_blocks(module: fx.GraphModule, atomic: Sequence[Atomic], most: int) -> 
 def _begins_layer(node: fx.Node) -> bool:
     name = op_name(node).removeprefix("aten.").split(".")[0]
     return name.startswith(_FIRST) or "attention" in name
+
+
+def is_repetitive(module: fx.GraphModule) -> bool:
+    """Whether two thirds of the work are in nodes that occur at least four times, as in a transformer."""
+    by_kind: dict[str, list[float]] = {}
+    for node in compute_nodes(module.graph):
+        by_kind.setdefault(node_kind(node), []).append(work(node))
+    repeated = sum(sum(weights) for weights in by_kind.values() if len(weights) >= _OFTEN)
+    return 3 * repeated > 2 * sum(map(sum, by_kind.values()))
 
 
 def blocks_at(module: fx.GraphModule, places: Sequence[int]) -> Blocks:

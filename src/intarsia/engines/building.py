@@ -24,6 +24,12 @@ class SharedWeights:
         self._cleanup = cleanup
         self.places: dict[bytes, Any] = {}
         self.problem: str | None = None  # why no more weights are written
+        self.lock = threading.Lock()  # a file is loaded by two threads
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to tell the user."""
+        return () if self.problem is None else (f"programs do not share packed weights: {self.problem}",)
 
     @cached_property
     def folder(self) -> str:
@@ -38,7 +44,7 @@ _shared: ContextVar[SharedWeights | None] = ContextVar("shared weights", default
 
 @contextmanager
 def sharing_weights() -> Iterator[SharedWeights]:
-    """A block in which engines may put packed weights into files, which the programs built in it share."""
+    """A block in which engines may put packed weights into files, which the programs of the block share."""
     with ExitStack() as cleanup:
         shared = SharedWeights(cleanup)
         token = _shared.set(shared)

@@ -13,6 +13,7 @@ from intarsia.archive.codec import Json
 from intarsia.archive.files import check_shareable, check_weights, weight_digests
 from intarsia.archive.reader import Bundle, complaining, open_bundle
 from intarsia.archive.writer import BundleWriter
+from intarsia.engines.building import sharing_weights
 from intarsia.errors import ArchiveError, InputError
 from intarsia.generation.anatomy import Anatomy, anatomy_of
 from intarsia.generation.check import checked, worst
@@ -22,6 +23,7 @@ from intarsia.generation.generation import Generation
 from intarsia.generation.loop import place
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
+from intarsia.runtime.weights import release_memory
 
 _FORMAT, _VERSION = "intarsia-generation", 2
 _KINDS = ("prompt", "masked_prompt", "token", "continued")
@@ -63,12 +65,13 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> Generation:
     if not isinstance(model, nn.Module):
         raise InputError(f"load takes the model that a file's programs were made of, not a {name}")
     complaint = f"{os.fspath(path)} cannot be loaded"
-    with complaining(complaint), open_bundle(path, _FORMAT, _VERSION) as bundle:
+    with complaining(complaint), sharing_weights() as shared, open_bundle(path, _FORMAT, _VERSION) as bundle:
         manifest = bundle.manifest
         check_weights(name, model, manifest["weights"])
         forward, error = forward_from_json(name, model, manifest["generation"], bundle)
         notes = tuple(map(str, manifest["notes"]))
-    generation = Generation(model, forward, error, forward.tolerance, notes)
+    generation = Generation(model, forward, error, forward.tolerance, (*shared.notes, *notes))
+    release_memory(model)  # as after `compile_generation`
     place(generation)
     return generation
 

@@ -94,11 +94,7 @@ def compile_generation(
         anatomy = anatomy_of(model, max_length, max_source)
         job = GenerationJob(model, anatomy, rows, max_length, padding, tuple(examples), continued)
         generation = _compiled(job, compile_options)
-    if shared.problem is not None:
-        generation.notes = (
-            f"programs do not share packed weights: {shared.problem}",
-            *generation.notes,
-        )
+    generation.notes = (*shared.notes, *generation.notes)
     release_memory(model)  # its own forward was compared with the programs, and has read all weights
     if not generation.forward.enabled:
         warnings.warn(generation.notes[-1], stacklevel=2)

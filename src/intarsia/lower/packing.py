@@ -202,7 +202,9 @@ def _factors(
     for integers, scale in (sides, sides[::-1]):
         if (whole := whole_of(values.factor(integers))) is not None:
             return whole, values.factor(scale).to(dtype)
-    raise _Unpackable("its zero points are not integers" if float8 is None else "its floats have zero points")
+    if float8 is not None:
+        raise _Unpackable("its floats have zero points")
+    raise _Unpackable("it scales numbers that are not integers")  # but a table's, say
 
 
 def _numel(arg: Any) -> int:

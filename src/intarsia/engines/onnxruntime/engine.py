@@ -33,11 +33,13 @@ from intarsia.engines.onnxruntime.session import (
 )
 from intarsia.engines.ports import Ports
 from intarsia.errors import EngineError, first_line
+from intarsia.memory import release_mapped
 
 if TYPE_CHECKING:
     import torch
 
     from intarsia.engines.onnxruntime.model import Model
+    from intarsia.engines.onnxruntime.nbits import Values
     from intarsia.network import Network
 
 
@@ -52,6 +54,8 @@ _ROUNDING = (
     "FastGeluFusion",
     "QuickGeluFusion",
 )
+
+_PACKED = b"MatMulNBits"  # as a model's file names products whose weights have few bits
 
 # Given no rows or no steps, they divide by zero in a thread of their own, which ends the process (1.31.1).
 _ENDS_PROCESS_IF_EMPTY = frozenset({"GRU", "LSTM"})
@@ -159,13 +163,9 @@ class OnnxRuntime(NetworkEngine):
             if self.device == "cpu" and not self.rounds_before_packed:
                 net = with_halved_bytes(net)
             net = with_unsigned_weights(net)
-            model, folder = self._guarded(net), None
-            files = shared_weights() if self.device == "cpu" and self.prepack else None
-            if files is not None and files.problem is None:
-                from intarsia.engines.onnxruntime.nbits import map_weights
-
-                model = replace(model, weights=map_weights(model.proto, model.weights, files))
-                folder = files.folder if files.places else None
+            model = self._guarded(net)
+            remaining, folder = self._mapped(model.proto, model.weights)
+            model = replace(model, weights=remaining)
             shared = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
             shared |= {name: value for name, (value, _) in model.on_gpu.items()}
             session = self._session(
@@ -219,13 +219,24 @@ class OnnxRuntime(NetworkEngine):
         """A session that reads its weights from the file, piece by piece: a kernel that packs one into a
         layout of its own releases the plain one."""
         ports, checks = Ports.from_json(about["ports"]), Checks.from_json(about["checks"])
+        folder: str | None
         folder, name = os.path.split(os.path.realpath(file.path))
         if names_files(blob):
             raise EngineError("the packed model refers to other files")
-        values = {key: weight_value(weights[key]) for key in weights if key not in file.places}
-        shared = {key: values[key][0] for key in about["shared"] if key in values}
+        # What kernels pack for several sessions is read from files of their own.
+        shares = shared_weights() is not None and _PACKED in bytes(blob)
+        places = {} if shares else file.places
+        values = {key: weight_value(weights[key]) for key in weights if key not in places}
         try:
-            model = bytes(blob) + named_weights(weights, file.places, name)
+            model = bytes(blob) + named_weights(weights, places, name)
+            if shares:
+                import onnx
+
+                proto = onnx.load_model_from_string(model)
+                values, folder = self._mapped(proto, values)
+                model = bytes(proto.SerializeToString())
+                release_mapped(weights[key] for key in weights if key not in values)
+            shared = {key: values[key][0] for key in about["shared"] if key in values}
             float64 = about.get("float64", False)
             session = self._session(model, values, shared, static=True, folder=folder, float64=float64)
         except Exception as error:
@@ -233,6 +244,15 @@ class OnnxRuntime(NetworkEngine):
         if len(session.get_outputs()) != len(ports.outputs) + bool(checks.computed):
             raise EngineError(f"the packed model has {len(session.get_outputs())} outputs")
         return self._program(ports, session, values, checks)
+
+    def _mapped(self, proto: Any, weights: Values) -> tuple[Values, str | None]:
+        """The weights that a model does not read from shared files, and the folder of these."""
+        files = shared_weights() if self.device == "cpu" and self.prepack else None
+        if files is None or files.problem is not None:
+            return weights, None
+        from intarsia.engines.onnxruntime.nbits import map_weights
+
+        return map_weights(proto, weights, files), files.folder if files.places else None
 
     def _guarded(self, net: Network) -> Model:
         from intarsia.engines.onnxruntime.model import guarded

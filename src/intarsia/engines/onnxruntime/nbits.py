@@ -289,7 +289,8 @@ def map_weights(proto: Any, weights: Values, shared: SharedWeights) -> Values:
         if name not in weights or name in mapped or any(n not in held for n in _constants(node)):
             continue
         try:
-            place = _place(node, held, weights, shared)
+            with shared.lock:
+                place = _place(node, held, weights, shared)
         except Exception as error:  # such as a full disk
             shared.problem = first_line(error)
             break

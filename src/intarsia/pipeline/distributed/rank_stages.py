@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from intarsia.errors import InputError, PartitionError
@@ -37,6 +37,23 @@ def note_trainers(stages: Sequence[nn.Module], stage_ranks: Sequence[int], world
     for stage, rank in zip(stages, stage_ranks, strict=True):
         for parameter in stage.parameters():
             _TRAINER[parameter] = world.mine[rank]
+    if len(set(stage_ranks)) > 1:
+        _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_lbfgs)
+
+
+def _refuse_lbfgs(optimizer: Optimizer, *_: Any) -> None:
+    """Ranks would search along directions of their own, and some would end before the others."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.LBFGS) else []
+    if any(parameter in _TRAINER for group in groups for parameter in group["params"]):
+        raise PartitionError(
+            "torch.optim.LBFGS computes with the gradients of all weights together, and a rank has those of"
+            " its own stages: use an optimizer that updates each weight by itself, such as AdamW"
+        )
 
 
 def note_loaded(parts: Collection[nn.Module], world: World) -> None:
@@ -79,6 +96,7 @@ def clip_by_global_norm(
     counted: Sequence[nn.Parameter],
     max_norm: float,
     norm_type: float,
+    error_if_nonfinite: bool,
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
@@ -86,20 +104,18 @@ def clip_by_global_norm(
 
     A parameter on several ranks is in `counted` on one of them. Returns the norm before clipping.
     """
+    if not norm_type > 0:
+        raise InputError(f"norm_type is {norm_type}; over ranks, it is a positive number or infinity")
     gradients = [p.grad for p in counted if p.grad is not None]
     # Ranks may have gradients of different dtypes, or none, so all ranks send float64. torch does not take
     # sharded and plain gradients together.
     kinds = [[g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False)]
     norms = [whole(get_total_norm(kind, norm_type)).to(device) for kind in kinds if kind]
-    wide = get_total_norm(norms, norm_type).to(device).double()
-    if math.isinf(norm_type):
-        dist.all_reduce(wide, dist.ReduceOp.MAX, group=group)
-        total = wide
-    else:
-        powered = wide**norm_type
-        dist.all_reduce(powered, group=group)
-        total = powered ** (1.0 / norm_type)
-    total = total.to(_common_dtype(gradients, group, device))
+    own_norm = get_total_norm(norms, norm_type).to(device).double()
+    of_ranks = [torch.empty_like(own_norm) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, own_norm, group=group)  # gloo's maximum loses NaN
+    dtype = _common_dtype(gradients, group, device)
+    total = get_total_norm(of_ranks, norm_type, error_if_nonfinite).to(dtype)
     own = []  # this rank's parts of the gradients, in the same memory
     for parameter in parameters:
         if parameter.grad is not None:
@@ -187,11 +203,15 @@ class RankStages(StageSequence):
         self.seed = counters.get("seed", self.seed)
         self.steps = counters.get("steps", self.steps)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Clip the gradients by their norm over all ranks, as in the plain model, and return the norm."""
         parameters, named = list(self.parameters()), dict(self.named_parameters(remove_duplicate=False))
         homes = {t.name: min(self.stage_ranks[s] for s in t.stages) for t in self.ties}
         elsewhere = {id(named[name]) for name, rank in homes.items() if name in named and rank != self.rank}
         counted = [p for p in parameters if id(p) not in elsewhere]  # each by the first rank that holds it
         group = self.world.pipeline  # all replicas have the same gradients
-        return clip_by_global_norm(parameters, counted, max_norm, norm_type, group, self.device)
+        return clip_by_global_norm(
+            parameters, counted, max_norm, float(norm_type), error_if_nonfinite, group, self.device
+        )
