@@ -17,7 +17,7 @@ from intarsia.capture import capture
 from intarsia.convert import registry
 from intarsia.lower import lower
 from intarsia.lower.index_values import All, IndexValues, Never, Sum, of_tensor
-from intarsia.lower.lowered import unlift
+from intarsia.lower.unlift import unlift
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 

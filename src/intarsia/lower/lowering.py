@@ -25,10 +25,11 @@ from intarsia.lower.decompositions import (
     registered_decompositions,
 )
 from intarsia.lower.local import settle
-from intarsia.lower.lowered import Lowered, note_replaced, unlift
+from intarsia.lower.lowered import Lowered, note_replaced
 from intarsia.lower.passes import run_passes
 from intarsia.lower.purity import alias_of, may_copy, written_arguments
 from intarsia.lower.result_memory import output_layouts, output_views
+from intarsia.lower.unlift import unlift
 from intarsia.plain_tensors import is_traceable_subclass
 
 aten = torch.ops.aten
