@@ -330,13 +330,14 @@ def one_model(name: str, batch: int, asked: argparse.Namespace) -> dict[str, Any
     return rows
 
 
-# What varies, between which bounds, and how many rows there are where lengths vary.
-SERVED: dict[str, tuple[str, int, int, int]] = {
-    "bert": ("length", 5, 500, 1),
-    "bert_padded": ("length", 5, 500, 4),
-    "gpt2": ("length", 5, 500, 1),
-    "gpt2_padded": ("length", 5, 500, 4),
-    "vit": ("batch", 1, 32, 0),
+# The model, what varies, between which bounds, and how many rows there are where lengths vary.
+SERVED: dict[str, tuple[str, str, int, int, int]] = {
+    "bert": ("bert", "length", 5, 500, 1),
+    "bert_padded": ("bert_padded", "length", 5, 500, 4),
+    "gpt2": ("gpt2", "length", 5, 500, 1),
+    "gpt2_padded": ("gpt2_padded", "length", 5, 500, 4),
+    "vit_to_8": ("vit", "batch", 1, 8, 0),
+    "vit_to_32": ("vit", "batch", 1, 32, 0),
 }
 DYNAMIC = "torch.compile(dynamic=True)"
 
@@ -345,10 +346,10 @@ def served(name: str, peer: str, asked: argparse.Namespace) -> dict[str, Any]:
     """One model as a server sees it: calls of sizes drawn from up to a hundred, each waited for, in ms."""
     import transformers
 
-    what, least, most, rows = SERVED[name]
+    architecture, what, least, most, rows = SERVED[name]
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model, _ = MODELS[name](transformers, 2)
+        model, _ = MODELS[architecture](transformers, 2)
     model, axis = model.eval().half(), 1 if rows else 0
     sizes = sorted({least + (most - least) * k // 99 for k in range(100)})
 

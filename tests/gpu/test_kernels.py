@@ -48,6 +48,21 @@ def test_masked_attention(length: int, size: int, kind: str) -> None:
     assert off(operators.masked_attention(query, key, value, mask, 0.2), expected) < 1e-2
 
 
+@pytest.mark.parametrize("length", [3, 64, 130, 300])
+@pytest.mark.parametrize("kind", ["padding", "booleans", "numbers"])
+def test_causal_attention_with_padding(length: int, kind: str) -> None:
+    query, key, value = (heads(2, length, n, 64, seed) for seed, n in enumerate((8, 2, 2)))
+    mask = torch.arange(length, device="cuda").expand(2, 1, 1, length) != 1
+    if kind != "padding":
+        mask = (drawn(2, 1, length, length) > 0) | torch.eye(length, dtype=torch.bool, device="cuda")
+    if kind == "numbers":
+        mask = torch.where(mask, drawn(2, 8, length, length), -torch.inf)
+    operands = (query, key, value, mask)
+    wide = [x.float().cpu() if x.is_floating_point() else x.cpu() for x in operands]
+    expected = operators.masked_attention(*wide, 0.2, True)
+    assert off(operators.masked_attention(*operands, 0.2, True).cpu(), expected) < 1e-2
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("room", [16, 264])
 def test_token_attention(groups: int, room: int) -> None:
@@ -77,8 +92,8 @@ def test_row_product(inner: int, outputs: int, gated: bool, around: bool) -> Non
     assert off(found.cpu(), operators.row_product(*wide, 1e-5, gated)) < 1e-2
 
 
-@pytest.mark.parametrize("vocabulary", [100, 32000])
-@pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.9), (20, 0.3), (50, 1.0), (1, 0.9)])
+@pytest.mark.parametrize("vocabulary", [100, 32000, 128256])
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.9), (20, 0.3), (50, 1.0), (1, 0.9), (200, 0.9)])
 def test_tokens_are_drawn_as_transformers_draws_them(vocabulary: int, top_k: int, top_p: float) -> None:
     from transformers.generation import logits_process
 
@@ -91,6 +106,20 @@ def test_tokens_are_drawn_as_transformers_draws_them(vocabulary: int, top_k: int
     shares = (logits_process.TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept).softmax(-1)
     torch.manual_seed(0)
     assert torch.equal(tokens, (shares / torch.empty_like(shares).exponential_(1)).argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_rows_that_end_in_padding_are_copied(dtype: torch.dtype) -> None:
+    from intarsia.engines.triton_kernels.copies import copy_rows, has_padded_rows
+
+    wide = drawn(3, 40, 50264, dtype=dtype)
+    x = wide[..., :50257]
+    assert has_padded_rows(x)
+    assert not has_padded_rows(wide[:, ::2, :50257].transpose(0, 1))
+    assert not has_padded_rows(wide)
+    to = torch.empty(x.shape, device="cuda", dtype=dtype)
+    copy_rows(to, x)
+    assert torch.equal(to, x)
 
 
 def test_a_row_that_sees_nothing_gives_zeros() -> None:

@@ -154,13 +154,16 @@ def test_it_is_not_recorded_into_the_callers_graph() -> None:
 def test_guards_are_read_back_and_told() -> None:
     model = nn.ConvTranspose2d(3, 4, 3).cuda()
     x = torch.randn(1, 3, 8, 8, device="cuda")
-    fast = intarsia.compile(model, (x,), engines=[ORT], require_full_compilation=True)
+    fast = intarsia.compile(model, (x,), engines=[ORT])
+    strict = intarsia.compile(model, (x,), engines=[ORT], require_full_compilation=True)
     assert any("reads back from the GPU whether" in note for note in fast.notes), fast.notes
     close(fast(x), model(x))
     x[0, 0, 0, 0] = torch.inf
     with pytest.warns(UserWarning, match="PyTorch runs this call"):
         answer = fast(x)
     torch.testing.assert_close(answer, model(x), equal_nan=True)
+    with pytest.raises(EngineError, match=r"it holds .* to inf"):
+        strict(x)
 
 
 def test_patterns_are_measured_on_the_gpu_and_remembered_for_it(

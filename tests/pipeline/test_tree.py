@@ -12,7 +12,6 @@ from torch import nn
 
 from intarsia.errors import CaptureError, InputError, PartitionError
 from intarsia.pipeline.split import split
-from intarsia.pipeline.stages.export import mean_inside
 
 
 class Moody(nn.Module):
@@ -362,7 +361,7 @@ def test_a_mean_over_tokens_is_seen_inside_a_module():
             return self.loss(self.b(self.a(x)), labels)
 
     parts = split(WithLoss(), (torch.randn(4, 3), torch.arange(4) % 3), stages=2, by="memory")
-    assert [mean_inside(p) for p in parts] == [None, "loss"]
+    assert [p.mean_node for p in parts] == [None, "loss"]
 
 
 def test_gpt2_with_its_cache():

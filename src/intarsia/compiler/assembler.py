@@ -22,7 +22,7 @@ from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
 from intarsia.runtime.inlay import Assembly
 
-_SIZES_RECORDED = 8  # CUDA graphs of sizes between the ends of a range
+_SIZES_RECORDED = 24  # CUDA graphs of sizes between the ends of a range
 
 
 @dataclass(frozen=True, eq=False)

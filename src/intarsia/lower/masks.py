@@ -19,7 +19,7 @@ from intarsia.lower.index_values import All, IndexValues, Known, Never, Sum
 from intarsia.lower.purity import is_pure
 
 aten = torch.ops.aten
-_ANDS = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor)
+ANDS = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor)
 MOST_ELEMENTS = 1 << 24  # of a mask that is computed
 
 
@@ -43,7 +43,7 @@ def simplify_masks(module: fx.GraphModule) -> None:
             # `masked_fill` fills where the mask is true, so nothing if it is false everywhere.
             if mask_kind(module, values, node.args[1]) is MaskKind.ALL_FALSE:
                 _replace(node, node.args[0])
-        elif node.target in _ANDS:
+        elif node.target in ANDS:
             for one, other in (node.args, reversed(node.args)):
                 if mask_kind(module, values, one) is MaskKind.ALL_TRUE:
                     _replace_expanded(node, other)

@@ -97,9 +97,8 @@ class Pipelined(StageSequence):
     @property
     def _may_pad(self) -> bool:
         """Whether a short batch may be padded with copies of a sample; statistics would count the copies."""
-        writes = any(isinstance(s, Stage) and s.form.states.keys() & s.form.written for s in self)
         outputs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
-        return not writes and all(map(self.signature.splits, outputs))
+        return not any(stage.writes for stage in self) and all(map(self.signature.splits, outputs))
 
     def _check_lengths(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
         axes = [self.signature.axis(s) for s in self.signature.tensors]

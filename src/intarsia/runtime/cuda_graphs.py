@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from intarsia.compare import disagreement
+from intarsia.engines.triton_kernels.operators import has_triton
 from intarsia.errors import EngineError, error_text
 from intarsia.graph.nodes import is_compute, is_control_flow, is_ordered, whereabouts
 from intarsia.runtime.compiled import Compiled, Run
@@ -29,6 +30,7 @@ Result = TypeVar("Result")
 SHAPES = 512  # the largest number of graphs of a module, one for each set of input shapes
 _SHARE = 8  # inputs and results of graphs may take this part of the GPU's memory
 _FEW = 4  # up to this number, tensors are copied one by one: 2 us each, or 8 us for a kernel that copies many
+_LARGE = 2**22  # bytes of a result; below, a copy takes as long as its launch
 _WARMUPS = 2  # runs before recording, in which libraries initialize themselves and choose kernels
 
 
@@ -358,6 +360,16 @@ def _same_layout(tensor: torch.Tensor) -> torch.Tensor:
 def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     if len(to) <= _FEW:
         for copy, tensor in zip(to, tensors, strict=True):
-            copy.copy_(tensor)
+            _copy_one(copy, tensor)
     else:
         torch._foreach_copy_(to, tensors)  # one kernel for all of them
+
+
+def _copy_one(to: torch.Tensor, tensor: torch.Tensor) -> None:
+    if tensor.nbytes >= _LARGE and not tensor.is_contiguous() and to.is_contiguous() and has_triton(tensor):
+        from intarsia.engines.triton_kernels.copies import copy_rows, has_padded_rows
+
+        if has_padded_rows(tensor):
+            copy_rows(to, tensor)
+            return
+    to.copy_(tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,17 +144,20 @@ def _fault(
 def _slower(module: nn.Module, compiled: Compiled, call: RecordedCall) -> str | None:
     """A clause if the program is not faster; None if it is."""
     with torch.no_grad():
-        times = race(
-            {
-                "own": lambda: module(*call.args, **call.kwargs),
-                "compiled": lambda: compiled(*call.args, **call.kwargs),
-            },
+        return _not_faster(
+            lambda: module(*call.args, **call.kwargs),
+            lambda: compiled(*call.args, **call.kwargs),
+            "compiled, it takes",
             rounds=15,
             budget_s=3,
-            pause_s=PAUSE_S,
         )
-    own, ours = times["own"].median * 1e3, times["compiled"].median * 1e3
-    return None if ours < own else f"compiled, it takes {ours:.3g} ms; as it is, {own:.3g} ms"
+
+
+def _not_faster(own: Callable[[], Any], compiled: Callable[[], Any], takes: str, **limits: Any) -> str | None:
+    """A clause with both times if the compiled call is not faster; None if it is."""
+    times = race({"own": own, "compiled": compiled}, pause_s=PAUSE_S, **limits)
+    before, after = times["own"].median * 1e3, times["compiled"].median * 1e3
+    return None if after < before else f"{takes} {after:.3g} ms; as it is, {before:.3g} ms"
 
 
 def generates(module: nn.Module, calls: Recorded) -> bool:
@@ -225,11 +228,7 @@ def _slower_generation(generation: Generation, prompt: torch.Tensor) -> str | No
 
         return run
 
-    times = race(
-        {"own": timed(False), "compiled": timed(True)}, rounds=5, warmup=1, budget_s=5, pause_s=PAUSE_S
-    )
+    takes = f"compiled, {_TOKENS} tokens take"
+    reason = _not_faster(timed(False), timed(True), takes, rounds=5, warmup=1, budget_s=5)
     generation.enable()
-    own, ours = times["own"].median * 1e3, times["compiled"].median * 1e3
-    if ours < own:
-        return None
-    return f"{_TOKENS} tokens take {ours:.3g} ms compiled, and {own:.3g} ms as it is"
+    return reason

@@ -12,6 +12,8 @@ from torch import fx
 from intarsia.engines.graph_rewrites.constants import attach, constant, only_user, shape_of
 from intarsia.engines.graph_rewrites.products import groups_of, merge
 from intarsia.engines.triton_kernels.operators import SIZES, masked_attention, row_product
+from intarsia.lower.index_values import IndexValues
+from intarsia.lower.masks import ANDS, MaskKind, mask_kind
 from intarsia.lower.purity import arguments
 
 aten = torch.ops.aten
@@ -291,16 +293,21 @@ def _normed(module: fx.GraphModule, node: Any) -> tuple[fx.Node, fx.Node, float]
 # Attention by one kernel that keeps no scores: flash without a mask, one of ours with a mask.
 #
 # PyTorch takes cuDNN's kernel on Hopper GPUs, which clears memory first; for short sequences flash is faster.
-# BERT at batch 1 went from 0.469 to 0.450 ms without it (H200). With a mask PyTorch makes numbers of booleans
-# in every layer, lays them out in rows of a multiple of 8, and takes slower kernels. BERT at batch 8 took
-# 0.669 ms with a mask by ours, 0.724 by theirs, and 0.662 without a mask.
+# BERT at batch 1 went from 0.469 to 0.450 ms without it (H200). Long sequences stay with cuDNN: with flash,
+# Whisper's encoder (1500 places) took 0.648 ms, and by torch.compile, which takes cuDNN's, 0.605.
+#
+# With a mask PyTorch makes numbers of booleans in every layer, lays them out in rows of a multiple of 8, and
+# takes slower kernels. BERT at batch 8 took 0.669 ms with a mask by ours, 0.724 by theirs, and 0.662
+# without. A mask of padding and of later positions is taken apart, since a kernel reads one row of padding in
+# 11 us and a mask of all pairs in 17 (heads of GPT-2, 32 rows of 128 tokens).
 
 _MOST = 256  # features of a head that the flash kernel knows
+_LONG = 1024  # keys
 
 
 def flash_attention(module: fx.GraphModule) -> int:
     """Name the kernel at every attention that one of the two can run; how many there were."""
-    found = 0
+    count, values = 0, IndexValues(module)
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not aten.scaled_dot_product_attention.default:
             continue
@@ -314,17 +321,19 @@ def flash_attention(module: fx.GraphModule) -> int:
                 )
                 result = module.graph.call_function(operator.getitem, (made, 0))
             elif _is_masked(given):
-                operands = [given[name] for name in ("query", "key", "value", "attn_mask")]
+                operands = [given[name] for name in ("query", "key", "value")]
                 size = int(given["query"].meta["val"].shape[-1])
                 scale = size**-0.5 if given["scale"] is None else given["scale"]
-                result = module.graph.call_function(masked_attention._opoverload, (*operands, scale))
+                mask, is_causal = _without_causal(module, values, given["attn_mask"])
+                operands += [mask, scale, is_causal]
+                result = module.graph.call_function(masked_attention._opoverload, tuple(operands))
             else:
                 continue
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         module.graph.erase_node(node)
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def _is_flash(given: dict[str, Any]) -> bool:
@@ -334,6 +343,8 @@ def _is_flash(given: dict[str, Any]) -> bool:
     query, key, values = sizes
     # With is_causal and unequal lengths the kernels mean different corners.
     if given["is_causal"] and query[2] != key[2]:
+        return False
+    if isinstance(key[2], int) and key[2] >= _LONG:
         return False
     return query[:2] == key[:2] and key == values and query[3] <= _MOST and query[3] % 8 == 0
 
@@ -348,6 +359,18 @@ def _is_masked(given: dict[str, Any]) -> bool:
     query, key, values = sizes
     shares = query[1] == key[1] or (given["enable_gqa"] and query[1] % key[1] == 0)
     return query[0] == key[0] and key == values and shares and query[3] in SIZES
+
+
+def _without_causal(module: fx.GraphModule, values: IndexValues, mask: fx.Node) -> tuple[fx.Node, bool]:
+    """The mask of padding in a mask that hides padding and later positions; otherwise the mask as it is."""
+    both: Any = mask
+    while both.target is aten.expand.default:
+        both = both.args[0]
+    if both.target in ANDS and mask.meta["val"].dtype == torch.bool:
+        for causal, padding in (both.args, both.args[::-1]):
+            if isinstance(padding, fx.Node) and mask_kind(module, values, causal) is MaskKind.CAUSAL:
+                return padding, True
+    return mask, False
 
 
 def _sizes(given: dict[str, Any]) -> list[list[Any]] | None:

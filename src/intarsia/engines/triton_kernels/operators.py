@@ -27,14 +27,25 @@ def has_kernels(query: torch.Tensor) -> bool:
 
 @torch.library.custom_op("intarsia::masked_attention", mutates_args=())
 def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    is_causal: bool = False,
 ) -> torch.Tensor:
-    """Attention with a mask, whose heads may share keys; a row that sees nothing gives zeros."""
+    """Attention with a mask, whose heads may share keys; a row that sees nothing gives zeros.
+
+    With `is_causal`, later places are hidden too, so that a mask of padding stays one row for all queries.
+    """
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if has_kernels(query):
         from intarsia.engines.triton_kernels.attention import masked_attention as kernel
 
-        return kernel(_rows(query), _rows(key), _rows(value), mask, scale)
+        return kernel(_rows(query), _rows(key), _rows(value), mask, scale, is_causal)
+    if is_causal:
+        earlier = torch.ones(shape[2:], dtype=torch.bool, device=mask.device).tril()
+        mask = mask & earlier if mask.dtype == torch.bool else mask.masked_fill(~earlier, -torch.inf)
     made = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask.expand(shape), scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )

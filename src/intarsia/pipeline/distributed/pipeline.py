@@ -50,7 +50,6 @@ from intarsia.pipeline.distributed.placement import (
     shard_stages,
     stage_ranks,
     why_whole,
-    writes_buffers,
 )
 from intarsia.pipeline.distributed.rank_stages import RankStages, note_trainers, refuse_old_copies
 from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weights_of
@@ -153,7 +152,7 @@ class DistributedPipeline(RankStages):
                 raise PartitionError("scaler= with tensor_plan= is not handled; use bfloat16")
             with together(world.everyone, "cannot divide its stages"):
                 parallelize_stages(parts, world.tensor, chosen.tensor_plan)
-        self._statistics = [b for s in parts.values() if writes_buffers(s) for b in s.buffers()]
+        self._statistics = [b for s in parts.values() if s.writes for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
         self._terms = Terms(
             self.signature,

@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from intarsia.errors import PartitionError, near_names
 from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY, Action, Definition, find_schedule, schedule
-from intarsia.pipeline.stages.export import mean_inside
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, recompute_modules
@@ -200,7 +199,7 @@ def recomputed_stages(checkpoint: bool | Collection[int | str], stages: StageSeq
 def why_whole(stages: StageSequence) -> str:
     """Why a micro-batch must not be padded with copies of a sample; empty if it may be."""
     for i, stage in enumerate(stages):
-        if writes_buffers(stage):
+        if stage.writes:
             form = getattr(stage, "form", None)
             names = [] if form is None else sorted(form.states.keys() & form.written)
             state = form.states[names[0]] if form is not None and names else "its buffers"
@@ -210,13 +209,6 @@ def why_whole(stages: StageSequence) -> str:
         if isinstance(spec, TensorSpec) and not signature.splits(spec):
             return f"output {spec} has no batch dimension, so copies for padding could not be removed"
     return ""
-
-
-def writes_buffers(stage: nn.Module) -> bool:
-    """Whether the forward pass of a stage changes buffers."""
-    if isinstance(stage, Stage):
-        return bool(stage.form.states.keys() & stage.form.written)
-    return isinstance(stage, TreeStage) and stage.writes
 
 
 def refuse_shared_statistics(stages: StageSequence, ranks: Sequence[int]) -> None:
@@ -241,7 +233,7 @@ def refuse_compiled(stages: StageSequence, trains: bool) -> None:
 
 def refuse_mean_inside(stages: StageSequence) -> None:
     """Raise PartitionError if the model itself computes a mean over tokens."""
-    node = next((n for n in map(mean_inside, stages) if n is not None), None)
+    node = next((stage.mean_node for stage in stages if stage.mean_node is not None), None)
     if node is not None:
         raise PartitionError(
             f"the model computes a mean over tokens itself ({node}), and micro-batches may have different"

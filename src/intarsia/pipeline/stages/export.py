@@ -381,19 +381,12 @@ class TokenMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.computed |= _is_token_mean(func, args, kwargs or {})
+        self.computed |= is_token_mean(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def mean_inside(stage: nn.Module) -> str | None:
-    """The node of a stage that computes a mean over tokens, if there is one."""
-    program = getattr(stage, "program", None)
-    if not isinstance(program, fx.GraphModule):
-        return getattr(stage, "mean_node", None)  # recorded when the example ran through the modules
-    return next((n.name for n in program.graph.nodes if _is_token_mean(n.target, n.args, n.kwargs)), None)
-
-
-def _is_token_mean(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_token_mean(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a node computes a mean of negative log likelihoods."""
     if getattr(operator, "overloadpacket", None) not in _MEANS:
         return False
     return bool(bound_arguments(operator, args, kwargs).get("reduction", _MEAN) == _MEAN)

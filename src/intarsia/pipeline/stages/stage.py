@@ -16,6 +16,7 @@ from intarsia.graph.nodes import memory_of
 from intarsia.graph.piece import Piece, pieces_at, relayed
 from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
+from intarsia.pipeline.stages.export import is_token_mean
 from intarsia.pipeline.stages.program import (
     Draws,
     keyed_program,
@@ -145,6 +146,17 @@ class Stage(nn.Module):
             above, _, name = path.rpartition(".")
             states[node] = getattr(holder(above), name)
         return states
+
+    @property
+    def writes(self) -> bool:
+        """Whether a forward pass changes buffers."""
+        return bool(self.form.states.keys() & self.form.written)
+
+    @property
+    def mean_node(self) -> str | None:
+        """The node that computes a mean over tokens, if there is one."""
+        nodes = self.program.graph.nodes
+        return next((n.name for n in nodes if is_token_mean(n.target, n.args, n.kwargs)), None)
 
     @property
     def reuses_weights(self) -> bool:

@@ -169,6 +169,8 @@ class CompiledStage(nn.Module):
             self.answer = stage.answer
 
     form: StageForm | None  # of a stage cut by the graph
+    writes = False
+    mean_node = None
     # Of a stage cut along modules: see TreeStage.
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
