@@ -109,10 +109,12 @@ def test_it_tells_what_it_is(server: Running) -> None:
     assert "16 rows" in told["batching"]
     assert server.get("/health").json == {"status": "ready"}
     assert b"intarsia_request_seconds_bucket" in server.get("/metrics").body
-    assert server.get("/nowhere").status == 404
-    connection = server.connect()
-    connection.request("GET", "/predict")
-    assert connection.getresponse().status == 405
+    nowhere = server.get("/nowhere")
+    assert nowhere.status == 404 and nowhere.json["error"].startswith(
+        "there is no GET /nowhere; there are POST"
+    )
+    wrong = server.get("/predict")
+    assert wrong.status == 405 and wrong.json["error"].startswith("there is no GET /predict; there are POST")
 
 
 GOOD = as_json(request(2))["inputs"]

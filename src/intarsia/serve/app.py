@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from intarsia.errors import InputError, error_text, first_line
@@ -208,6 +209,12 @@ def app_of(service: Service) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(HTTPException)
+    async def not_served(request: Request, error: HTTPException) -> JSONResponse:
+        served = "POST /predict, GET /, GET /health and GET /metrics"
+        sentence = f"there is no {request.method} {request.url.path}; there are {served}"
+        return JSONResponse({"error": sentence}, error.status_code, error.headers)
 
     return app
 
