@@ -10,7 +10,7 @@ from tests.network.diamond import diamond, layer
 from intarsia.errors import NetworkError
 from intarsia.network import Layer, Network, Tensor, net_guard
 from intarsia.network import functional as F
-from intarsia.network.bodies import bodies_of, outer_uses, owner_in
+from intarsia.network.attributes import bodies_of, outer_uses, owner_in
 from intarsia.rewrite import PatternRewriter, RewritePatternManager
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.lower.purity import is_pure, is_pure_operator, written_arguments
+from intarsia.lower.purity import is_pure, is_pure_operator, is_view_op, written_arguments
 
 _SYM_OPERATORS: frozenset[Any] = frozenset(
     {
@@ -57,10 +57,6 @@ _SIZE_PACKETS = frozenset(
         torch.ops.aten.sym_stride,
         torch.ops.aten.sym_storage_offset,
     }
-)
-# Declared as views, but they may copy or convert, or depend on strides: not free to recompute.
-_NOT_VIEWS = frozenset(
-    {torch.ops.aten.as_strided, torch.ops.aten.contiguous, torch.ops.aten.to, torch.ops.aten.type_as}
 )
 _CONTROL_FLOW_NAMES = frozenset({"cond", "while_loop", "scan", "map_impl", "associative_scan"})
 
@@ -189,20 +185,6 @@ def _on_scalars(node: fx.Node) -> bool:
     if value is not None:
         return not isinstance(value, torch.Tensor)
     return not any(isinstance(arg.meta.get("val"), torch.Tensor) for arg in node.all_input_nodes)
-
-
-@cache
-def is_view_op(target: torch._ops.OpOverload) -> bool:
-    """True for operators whose one result shares the first argument's memory."""
-    schema = target._schema
-    if target.overloadpacket in _NOT_VIEWS or not is_pure_operator(target) or len(schema.returns) != 1:
-        return False
-    result = schema.returns[0]
-    first = schema.arguments[0] if schema.arguments else None
-    if result.alias_info is None or first is None or first.alias_info is None:
-        return False
-    tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
-    return str(result.type) == "Tensor" and tensors == 1
 
 
 @cache

@@ -13,7 +13,7 @@ from intarsia.lower.integer_products import find_integer_products
 from intarsia.lower.lowered import note_replaced
 from intarsia.lower.masks import simplify_masks
 from intarsia.lower.packing import pack_weights
-from intarsia.lower.purity import dequantizes, is_pure, is_pure_operator
+from intarsia.lower.purity import dequantizes, is_pure, is_pure_operator, is_view_op
 
 aten = torch.ops.aten
 Pass = Callable[[fx.GraphModule], None]
@@ -41,23 +41,6 @@ def run_passes(module: fx.GraphModule) -> None:
 
 # `as_strided` reads memory by strides. Engines have strides of their own, so it is made to read the traced
 # layout.
-#
-# Views of the memory of their first argument. A reshape may copy and is not one of them.
-_VIEWS = frozenset(
-    {
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.expand.default,
-        aten.detach.default,
-        aten.alias.default,
-    }
-)
 
 
 @lowering_pass
@@ -81,7 +64,7 @@ def _pin(module: fx.GraphModule, node: fx.Node) -> None:
     argument: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
     offset = traced.storage_offset() if argument is None else argument
     base, views = source, []
-    while base.op == "call_function" and base.target in _VIEWS:
+    while isinstance(base.target, torch._ops.OpOverload) and is_view_op(base.target):
         views.append(base.target)
         base = base.args[0]  # type: ignore[assignment]
     value = base.meta["val"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,6 +93,26 @@ def dequantizes(target: object) -> bool:
 
 # These return a view or a copy; a copy does not change with its base.
 _MAY_COPY = ("reshape", "flatten", "contiguous", "to", "unflatten")
+
+
+# Declared as views, but they may copy or convert, or depend on strides: not free to recompute.
+_NOT_VIEWS = frozenset(
+    {torch.ops.aten.as_strided, torch.ops.aten.contiguous, torch.ops.aten.to, torch.ops.aten.type_as}
+)
+
+
+@cache
+def is_view_op(target: torch._ops.OpOverload) -> bool:
+    """True for operators whose one result shares the first argument's memory."""
+    schema = target._schema
+    if target.overloadpacket in _NOT_VIEWS or not is_pure_operator(target) or len(schema.returns) != 1:
+        return False
+    result = schema.returns[0]
+    first = schema.arguments[0] if schema.arguments else None
+    if result.alias_info is None or first is None or first.alias_info is None:
+        return False
+    tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
+    return str(result.type) == "Tensor" and tensors == 1
 
 
 def alias_of(node: fx.Node) -> fx.Node | None:

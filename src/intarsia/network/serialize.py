@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -41,10 +42,7 @@ def to_proto(net: Network, *, weights_outside: bool = True) -> tuple[Any, Weight
                 net.graph.initializers[name].const_value = array
     # A constant without readers, which a converter may have folded into another, is left out.
     unread = {name for name, value in net.graph.initializers.items() if not _is_read(value)}
-    if unread:
-        initializers = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
-        del proto.graph.initializer[:]
-        proto.graph.initializer.extend(initializers)
+    drop_initializers(proto.graph, unread)
     return proto, {name: array for name, array in outside.items() if name not in unread}
 
 
@@ -55,12 +53,25 @@ def _is_read(value: ir.Value) -> bool:
 def weights_as_inputs(proto: Any, weights: Weights) -> None:
     """Turn the weights that a model does not hold into inputs."""
     graph = proto.graph
-    initializers = [tensor for tensor in graph.initializer if tensor.name not in weights]
-    del graph.initializer[:]
-    graph.initializer.extend(initializers)
+    drop_initializers(graph, weights)
     for name, array in weights.items():
         value_info = graph.input.add()
         value_info.name = name
         value_info.type.tensor_type.elem_type = int(array.dtype)
         for size in array.shape:
             value_info.type.tensor_type.shape.dim.add().dim_value = int(size)  # type: ignore[arg-type]
+
+
+def drop_initializers(graph: Any, names: Collection[str]) -> None:
+    """Remove the constants of these names from the graph of a model."""
+    if names:
+        others = [tensor for tensor in graph.initializer if tensor.name not in names]
+        del graph.initializer[:]
+        graph.initializer.extend(others)
+
+
+def replace_nodes(graph: Any, replacement: Callable[[Any], Sequence[Any]]) -> None:
+    """Put other nodes, which may include it, in the place of each node of the graph of a model."""
+    nodes = [new for node in graph.node for new in replacement(node)]
+    del graph.node[:]
+    graph.node.extend(nodes)

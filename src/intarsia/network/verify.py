@@ -5,8 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.attributes import from_attr
-from intarsia.network.bodies import bodies_of
+from intarsia.network.attributes import bodies_of, from_attr
 from intarsia.network.infer import has_rule, infer, schema_of
 from intarsia.network.value import Dim, Shape, TypedValue
 

@@ -12,9 +12,10 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from intarsia.errors import PartitionError, UnknownNameError, near_names
-from intarsia.graph.nodes import compute_nodes, is_view_op, made_from, modules, op_name
+from intarsia.graph.nodes import compute_nodes, made_from, modules, op_name
 from intarsia.graph.sizes import size_hint
 from intarsia.lower.lowered import replaced_by
+from intarsia.lower.purity import is_view_op
 from intarsia.partition.options import PartitionOptions
 
 _EXAMPLE = "write e.g. 'relu', 'aten::add', 'aten::add.Tensor' or torch.ops.aten.add"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from intarsia.rewrite.fusions import FUSIONS, Fusion, NetworkBuilder
 from intarsia.rewrite.manager import AnalysisPatternManager, RewritePatternManager
 from intarsia.rewrite.pattern import PatternRewriter
 from intarsia.rewrite.transaction import RewriteLog
+from intarsia.timing import race
 
 Pattern = str | PatternRewriter | RewritePatternManager
 Patterns = bool | Pattern | Iterable[Pattern] | None
@@ -214,6 +215,7 @@ def _matching(fusions: Iterable[Fusion], net: Network) -> list[str]:
 # What a shipped pattern is worth on this machine: measured once per engine, remembered on disk.
 
 PAYS = 0.97  # time with over time without, below which a pattern is applied
+_ROUNDS = 10_000  # more than fit into the time of a measurement
 
 
 def cache_file() -> Path:
@@ -271,45 +273,7 @@ def measure(
     manager.add(fusion.name, fusion.pattern)
     manager.rewrite(with_it)
     inputs = [value.to(device) for value in random_inputs(without, np.random.default_rng(seed))]
-    timer = _timer if device == "cpu" else _gpu_timer
-    return _best_ratio(timer(build, with_it, inputs), timer(build, without, inputs), seconds)
-
-
-def _gpu_timer(build: Build, net: Network, inputs: list[torch.Tensor]) -> Callable[[], float]:
-    """Times on the GPU's own clock, of several calls in a row: launching is hidden if possible."""
-    program = build(net)
-    program(*inputs)
-    calls = 10
-
-    def timed() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(calls):
-            program(*inputs)
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / calls
-
-    return timed
-
-
-def _timer(build: Build, net: Network, inputs: list[torch.Tensor]) -> Callable[[], float]:
-    program = build(net)
-    program(*inputs)  # the first call prepares
-
-    def timed() -> float:
-        start = time.perf_counter()
-        program(*inputs)
-        return time.perf_counter() - start
-
-    return timed
-
-
-def _best_ratio(one: Callable[[], float], other: Callable[[], float], seconds: float) -> float:
-    best = [float("inf"), float("inf")]
-    end = time.perf_counter() + seconds
-    rounds = 0
-    while rounds < 5 or time.perf_counter() < end:
-        best = [min(best[0], one()), min(best[1], other())]
-        rounds += 1
-    return best[0] / best[1]
+    programs = {"with": build(with_it), "without": build(without)}
+    calls = {name: partial(program, *inputs) for name, program in programs.items()}
+    times = race(calls, rounds=_ROUNDS, budget_s=seconds, warmup=1, least=5)
+    return times["with"].best / times["without"].best

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, net_guard
-from intarsia.network.bodies import owner_in
+from intarsia.network.attributes import owner_in
 from intarsia.network.edit.journal import InputReplaced, LayerRemoved, TypeChanged, UsesReplaced
 from intarsia.network.ops import MAY_BE_IDENTITY
 from intarsia.network.text import kind_of

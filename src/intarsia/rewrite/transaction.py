@@ -16,8 +16,7 @@ import onnx_ir as ir
 
 from intarsia.errors import IntarsiaError, NetworkError, RewriteError
 from intarsia.network import Layer, Network, Tensor
-from intarsia.network.attributes import from_attr, rounded_attribute
-from intarsia.network.bodies import owner_in
+from intarsia.network.attributes import from_attr, owner_in, rounded_attribute
 from intarsia.network.edit.journal import (
     BodyTaken,
     ConstantAdded,

@@ -76,26 +76,16 @@ def addcdiv(ctx: Context, self: Tensor, tensor1: Any, tensor2: Any, value: Any =
     return narrowed(ctx, F.add(x, quotient))
 
 
-@converter(aten.maximum.default, aten.max.other)
-def maximum(ctx: Context, self: Any, other: Any) -> Tensor:
-    return larger(ctx, *promoted(ctx, self, other))
-
-
-@converter(aten.minimum.default, aten.min.other)
-def minimum(ctx: Context, self: Any, other: Any) -> Tensor:
-    return smaller(ctx, *promoted(ctx, self, other))
-
-
-@converter(aten.fmax.default)
-def fmax(ctx: Context, self: Any, other: Any) -> Tensor:
-    a, b = _without_nan(*promoted(ctx, self, other))
-    return larger(ctx, a, b)
-
-
-@converter(aten.fmin.default)
-def fmin(ctx: Context, self: Any, other: Any) -> Tensor:
-    a, b = _without_nan(*promoted(ctx, self, other))
-    return smaller(ctx, a, b)
+@converter(
+    *(aten.maximum.default, aten.max.other, aten.fmax.default),
+    *(aten.minimum.default, aten.min.other, aten.fmin.default),
+)
+def extreme(ctx: Context, self: Any, other: Any) -> Tensor:
+    """The larger or the smaller; `fmax` and `fmin` pass over NaN."""
+    a, b = promoted(ctx, self, other)
+    if ctx.operator in ("fmax", "fmin") and a.dtype in dtypes.FLOATS:
+        a, b = F.where(F.isnan(a), b, a), F.where(F.isnan(b), a, b)
+    return (larger if "max" in ctx.operator else smaller)(ctx, a, b)
 
 
 def larger(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
@@ -104,12 +94,6 @@ def larger(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
 
 def smaller(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
     return F.logical_and(a, b) if ctx.dtype == BOOL else narrowed(ctx, kernels.minimum(a, b))
-
-
-def _without_nan(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    if a.dtype not in dtypes.FLOATS:
-        return a, b
-    return F.where(F.isnan(a), b, a), F.where(F.isnan(b), a, b)
 
 
 @converter(aten.copysign.Tensor, aten.copysign.Scalar)
@@ -287,7 +271,7 @@ def _as_a_powers_base(x: Tensor) -> Tensor:
     return F.where(F.equal(x, zero), zero, x)
 
 
-@converter(aten.pow.Tensor_Tensor)
+@converter(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def power(ctx: Context, self: Any, exponent: Any) -> Tensor:
     if ctx.dtype == ir.DataType.BOOL:
         raise ConversionError("a power of booleans is not handled")
@@ -296,11 +280,6 @@ def power(ctx: Context, self: Any, exponent: Any) -> Tensor:
         return narrowed(ctx, _power_of_integers(a, b, ctx.dtype))
     a, b = promoted_wide(ctx, self, exponent)
     return narrowed(ctx, F.pow(a, b))
-
-
-@converter(aten.pow.Scalar)
-def scalar_power(ctx: Context, self: Any, exponent: Tensor) -> Tensor:
-    return power(ctx, self, exponent)
 
 
 @converter(aten.ldexp.Tensor)

@@ -8,9 +8,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.kernels import HALVES, filled, is_empty, on_cpu, used, wide, zero_unless
+from intarsia.convert.aten.kernels import filled, is_empty, on_cpu, used, wide, zero_unless
 from intarsia.convert.aten.reduce import holds_everywhere
-from intarsia.convert.context import Context
+from intarsia.convert.aten.sizes import size
+from intarsia.convert.context import HALVES, Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Dim, Tensor, dtypes
@@ -66,7 +67,7 @@ def _four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ..
             mask = F.unsqueeze(mask, [1])
         return *(F.unsqueeze(tensor, front) for tensor in (q, k, v)), mask
     batch = broadcast(*leading)
-    if not all(isinstance(size, int) for size in batch):
+    if not all(isinstance(extent, int) for extent in batch):
         raise ConversionError(f"attention over broadcast dimensions {batch} is not handled")
     flat = [_flatten(tensor, batch) for tensor in (q, k, v)]
     return *flat, None if mask is None else _flatten(mask, batch)
@@ -78,7 +79,7 @@ def _known_equal(*sizes: Dim) -> bool:
 
 def _flatten(x: Tensor, batch: tuple[Dim, ...]) -> Tensor:
     """`x` broadcast to these leading sizes, which become one, with a single head each."""
-    tail = [F.size(x, axis) if not isinstance(x.shape[axis], int) else x.shape[axis] for axis in (-2, -1)]
+    tail = [size(x, -2), size(x, -1)]
     whole = F.expand(x, [*batch, *tail]) if x.shape[:-2] != batch else x  # type: ignore[list-item]
     return F.reshape(whole, [product(batch), 1, *tail])  # type: ignore[list-item]
 
@@ -89,7 +90,7 @@ def _restore(ctx: Context, output: Tensor, rank: int) -> Tensor:
         return F.squeeze(output, [1])
     if rank == 2:
         return F.squeeze(output, [0, 1])
-    sizes = [size if isinstance(size, int) else None for size in result.shape]
+    sizes = [extent if isinstance(extent, int) else None for extent in result.shape]
     if rank == 4 and (None in sizes or list(output.shape) == sizes):
         return output
     if None in sizes:
@@ -101,10 +102,7 @@ def _full_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """The mask with its last two dimensions spelled out, which ONNX Runtime wants."""
     lengths = (q.shape[-2], k.shape[-2])
     if mask.ndim < 2 or mask.shape[-2:] != lengths:
-        sizes = [
-            size if isinstance(size, int) else F.size(x, -2) for x, size in zip((q, k), lengths, strict=True)
-        ]
-        mask = F.expand(mask, [*[1] * (mask.ndim - 2), *sizes])
+        mask = F.expand(mask, [*[1] * (mask.ndim - 2), size(q, -2), size(k, -2)])
     if mask.dtype == ir.DataType.BOOL:
         return mask
     # ONNX Runtime takes a row of lowest numbers for one that is masked out (all zeros); torch averages.
@@ -126,7 +124,7 @@ def fragments(
         k, v = (_repeat(x, heads, shared) for x in (k, v))
     scores = F.mul(F.matmul(q, F.transpose(k, (0, 1, 3, 2))), scale)
     if causal:
-        ones = F.expand(F.constant(True), [_length(q), _length(k)])
+        ones = F.expand(F.constant(True), [size(q, -2), size(k, -2)])
         mask = F.cast(F.trilu(F.cast(ones, ir.DataType.INT64), upper=False), ir.DataType.BOOL)
     if mask is not None:
         hidden = F.where(mask, scores, -torch.inf) if mask.dtype == ir.DataType.BOOL else F.add(scores, mask)
@@ -143,11 +141,6 @@ def _without_infinities(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for x, limit in ((q, most), (k, most), (v, torch.inf)):
         v = F.add(v, F.cast(zero_unless(F.logical_not(F.less(F.abs(x), limit))), v.dtype))
     return v
-
-
-def _length(x: Tensor) -> Any:
-    size = x.shape[-2]
-    return size if isinstance(size, int) else F.size(x, -2)
 
 
 def _repeat(x: Tensor, heads: Dim, shared: Dim) -> Tensor:

@@ -20,11 +20,6 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def converted(ctx: Context, x: Tensor) -> Tensor:
-    """`x` in the dtype of the result."""
-    return truth(x) if ctx.dtype == ir.DataType.BOOL else F.cast(x, ctx.dtype)
-
-
 # The dtype asked for is the dtype of the result, which the context knows.
 @converter(
     aten.to.dtype,
@@ -33,16 +28,19 @@ def converted(ctx: Context, x: Tensor) -> Tensor:
     aten.to.other,
     aten.type_as.default,
     aten._to_copy.default,
+    prims.convert_element_type.default,
 )
 def to(
-    ctx: Context, self: Tensor, dtype: Any = None, other: Tensor | None = None, copy: bool = False
+    ctx: Context,
+    self: Tensor | None = None,
+    a: Tensor | None = None,
+    dtype: Any = None,
+    other: Tensor | None = None,
+    copy: bool = False,
 ) -> Tensor:
-    return converted(ctx, self)
-
-
-@converter(prims.convert_element_type.default)
-def convert_element_type(ctx: Context, a: Tensor, dtype: Any) -> Tensor:
-    return converted(ctx, a)
+    x = a if self is None else self
+    assert x is not None
+    return truth(x) if ctx.dtype == ir.DataType.BOOL else F.cast(x, ctx.dtype)
 
 
 @converter(aten.item.default, aten._local_scalar_dense.default)

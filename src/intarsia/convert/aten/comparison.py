@@ -101,18 +101,11 @@ def always(x: Tensor) -> Tensor:
     return F.equal(x, x)
 
 
-@converter(aten.isnan.default)
-def isnan(ctx: Context, self: Tensor) -> Tensor:
+@converter(aten.isnan.default, aten.isinf.default)
+def is_special(ctx: Context, self: Tensor) -> Tensor:
     if self.dtype not in dtypes.FLOATS:
         return F.logical_not(always(self))
-    return F.isnan(F.cast(self, native(self.dtype)))
-
-
-@converter(aten.isinf.default)
-def isinf(ctx: Context, self: Tensor) -> Tensor:
-    if self.dtype not in dtypes.FLOATS:
-        return F.logical_not(always(self))
-    return F.isinf(F.cast(self, native(self.dtype)))
+    return (F.isnan if ctx.operator == "isnan" else F.isinf)(F.cast(self, native(self.dtype)))
 
 
 @converter(aten.isfinite.default)

@@ -1,8 +1,7 @@
-"""Convolutions, plain and transposed, and windows laid side by side: unfold, im2col, col2im."""
+"""Convolutions, plain and transposed, and windows laid side by side: unfold, col2im."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from intarsia.convert.aten.sizes import (
     Size,
     arange,
     floor_divide,
-    reshape,
-    result_shape,
     size,
     sizes,
     total,
@@ -51,21 +48,22 @@ def _conv(
         return _of_nothing(ctx, bias)
     rank = weight.ndim - 2
     strides, dilations = per_axis(stride, rank, "stride"), per_axis(dilation, rank, "dilation")
-    x, w = wide(_batched(input, weight)), wide(weight)
-    if is_float(input):
-        result = F.conv(
-            x,
-            w,
-            None if bias is None else wide(bias),
-            strides=strides,
-            pads=pads,
-            dilations=dilations,
-            groups=groups,
-        )
-    else:
-        result = _integer_conv(x, w, strides, pads, dilations, groups)
-        result = result if bias is None else F.add(result, F.reshape(wide(bias), [-1, *[1] * rank]))
+    _floats_only(input)
+    result = F.conv(
+        wide(_batched(input, weight)),
+        wide(weight),
+        None if bias is None else wide(bias),
+        strides=strides,
+        pads=pads,
+        dilations=dilations,
+        groups=groups,
+    )
     return _done(ctx, result, input, weight)
+
+
+def _floats_only(input: Tensor) -> None:
+    if not is_float(input):
+        raise ConversionError(f"a convolution of {input.dtype.name} is not handled: engines convolve floats")
 
 
 def _done(ctx: Context, output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
@@ -77,35 +75,6 @@ def _of_nothing(ctx: Context, bias: Tensor | None) -> Tensor:
         return filled(ctx)
     rank = ctx.value.ndim - 2
     return F.expand(F.reshape(bias, [-1, *[1] * rank]), whole(list(ctx.value.shape), "a size"))
-
-
-def _integer_conv(
-    x: Tensor, w: Tensor, strides: list[int], pads: list[int], dilations: list[int], groups: int
-) -> Tensor:
-    """One exact integer product for each place of the kernel; engines convolve floats only."""
-    rank = len(strides)
-    padded = F.pad(x, [0, 0, *pads[:rank], 0, 0, *pads[rank:]]) if any(pads) else x
-    kernel = [static(w, 2 + i) for i in range(rank)]
-    sizes = [
-        (static(padded, 2 + i) - dilations[i] * (kernel[i] - 1) - 1) // strides[i] + 1 for i in range(rank)
-    ]
-    channels, out = static(x, 1), static(w, 0)
-    # (out, channels/groups, place) as (groups, out/groups, channels/groups, place)
-    flat = F.reshape(w, [groups, out // groups, channels // groups, -1])
-    total: Tensor | None = None
-    for place in range(math.prod(kernel)):
-        window, rest = padded, place
-        for i in reversed(range(rank)):
-            rest, offset = divmod(rest, kernel[i])
-            start = offset * dilations[i]
-            end = start + (sizes[i] - 1) * strides[i] + 1
-            window = F.slice(window, start, end, axis=2 + i, step=strides[i])
-        columns = F.reshape(window, [static(x, 0), groups, channels // groups, math.prod(sizes)])
-        term = F.matmul(F.gather(flat, place, axis=3), columns)
-        total = term if total is None else F.add(total, term)
-    if total is None:
-        raise ConversionError(f"a kernel of sizes {tuple(kernel)} is not handled")
-    return F.reshape(total, [static(x, 0), out, *sizes])
 
 
 @converter(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
@@ -125,11 +94,9 @@ def conv_transpose(
     rank = weight.ndim - 2
     strides, dilations = per_axis(stride, rank, "stride"), per_axis(dilation, rank, "dilation")
     padded, extra = per_axis(padding, rank, "padding"), per_axis(output_padding, rank, "output_padding")
+    _floats_only(input)
     x, w = wide(_batched(input, weight)), wide(weight)
     shift = None if bias is None else wide(bias)
-    if not is_float(input):
-        result = _as_plain(x, w, shift, strides, padded, extra, groups, dilations)
-        return _done(ctx, result, input, weight)
     ends, zeros = padded, [0] * rank
     # Kernels take an output padding below the stride only, though torch allows up to the dilation: it is
     # that much less cut off at the end, and where nothing is cut off, zeros.
@@ -151,58 +118,6 @@ def conv_transpose(
         result = F.pad(result, [0] * (rank + 2) + [0, 0, *zeros])
         result = result if shift is None else F.add(result, F.reshape(shift, [-1, *[1] * rank]))
     return _done(ctx, result, input, weight)
-
-
-def _as_plain(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    strides: list[int],
-    padded: list[int],
-    extra: list[int],
-    groups: int,
-    dilations: list[int],
-) -> Tensor:
-    """The plain convolution of the stretched input by the flipped kernel."""
-    rank = len(strides)
-    stretched = x
-    for i in range(rank):
-        if strides[i] > 1:
-            stretched = _stretch(stretched, 2 + i, strides[i])
-    # (channels, out/groups, ...) as (out, channels/groups, ...), each axis reversed
-    channels, out = static(w, 0), static(w, 1)
-    kernel = [static(w, 2 + i) for i in range(rank)]
-    turned = F.reshape(w, [groups, channels // groups, out, *kernel])
-    turned = F.transpose(turned, (0, 2, 1, *range(3, 3 + rank)))
-    turned = F.reshape(turned, [groups * out, channels // groups, *kernel])
-    for i in range(rank):
-        turned = F.gather(turned, np.arange(kernel[i])[::-1].copy(), 2 + i)
-    pads: list[int] = []
-    for i in range(rank):
-        begin = dilations[i] * (kernel[i] - 1) - padded[i]
-        end = begin + extra[i]
-        size = static(stretched, 2 + i)
-        if begin < 0 or end < 0:
-            stretched = F.slice(stretched, max(-begin, 0), size + min(end, 0), axis=2 + i)
-        pads[i:i] = [max(begin, 0)]
-        pads.append(max(end, 0))
-    ones = [1] * rank
-    if is_float(x):
-        return F.conv(stretched, turned, bias, strides=ones, pads=pads, dilations=dilations, groups=groups)
-    result = _integer_conv(stretched, turned, ones, pads, dilations, groups)
-    return result if bias is None else F.add(result, F.reshape(bias, [-1, *ones]))
-
-
-def _stretch(x: Tensor, axis: int, stride: int) -> Tensor:
-    """`x` with stride - 1 zeros after each element of an axis, but not after the last."""
-    size = static(x, axis)
-    shape = [static(x, i) for i in range(x.ndim)]
-    zeros = [0] * (x.ndim + 1)
-    ends = list(zeros)
-    ends[axis + 1] = stride - 1
-    spread = F.pad(F.unsqueeze(x, [axis + 1]), zeros + ends)
-    flat = F.reshape(spread, [*shape[:axis], size * stride, *shape[axis + 1 :]])
-    return F.slice(flat, 0, (size - 1) * stride + 1, axis=axis)
 
 
 @converter(
@@ -239,7 +154,7 @@ def convolution(
     return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
 
 
-# Windows of a tensor laid side by side, and added up again: unfold, im2col, col2im.
+# Windows of a tensor laid side by side, and added up again: unfold, col2im.
 
 
 @converter(aten.unfold.default, aten.unfold_copy.default)
@@ -255,36 +170,6 @@ def unfold(ctx: Context, self: Tensor, dimension: int, size: int, step: int) -> 
 
 def _windows(x: Tensor, axis: int, span: int, step: int) -> Size:
     return floor_divide(size(x, axis) - span, step) + 1
-
-
-@converter(aten.im2col.default)
-def im2col(
-    ctx: Context,
-    self: Tensor,
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    stride: Sequence[int],
-) -> Tensor:
-    x = self if self.ndim == 4 else F.unsqueeze(self, [0])
-    tall, wide = padding
-    if tall or wide:
-        x = kernels.pad(x, [0, 0, tall, wide, 0, 0, tall, wide])
-    batch, channels, _, _ = sizes(x)
-    rows, columns = (_places(x, 2 + i, kernel_size[i], dilation[i], stride[i]) for i in range(2))
-    # (n, c, h, w) -> (n, c, kernel rows, rows, kernel columns, columns)
-    windows = F.gather(F.gather(x, rows, 2), columns, 4)
-    windows = F.transpose(windows, (0, 1, 2, 4, 3, 5))
-    area = kernel_size[0] * kernel_size[1]
-    joined: list[Size] = [channels * area, size(rows, 1) * size(columns, 1)]
-    return reshape(windows, joined if self.ndim == 3 else [batch, *joined], result_shape(ctx))
-
-
-def _places(x: Tensor, axis: int, kernel: int, dilation: int, stride: int) -> Tensor:
-    """For every element of the kernel, the places it meets."""
-    count = _windows(x, axis, dilation * (kernel - 1) + 1, stride)
-    within, starts = F.unsqueeze(arange(kernel, 0, dilation), [1]), F.unsqueeze(arange(count, 0, stride), [0])
-    return total(within, starts)
 
 
 @converter(aten.col2im.default)

@@ -46,59 +46,32 @@ def filled_like(x: Tensor, value: Any, dtype: ir.DataType) -> Tensor:
     return filled(known if len(known) == x.ndim else F.shape(x), value, dtype)
 
 
-# dtype is named because it may be given; what it comes to is the context's.
-@converter(aten.full.default, aten.new_full.default)
-def full(
-    ctx: Context, size: Sizes, fill_value: Any, self: Tensor | None = None, *, dtype: Any = None
-) -> Tensor:
-    return filled(size, fill_value, ctx.dtype)
-
-
-# What an empty tensor holds is anybody's choice; ours is zero, the same at every call.
+# What an empty tensor holds is anybody's choice; ours is zero, the same at every call. `dtype` is named
+# because it may be given; what it comes to is the context's.
 @converter(
-    aten.zeros.default,
-    aten.new_zeros.default,
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.empty_permuted.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
+    *(aten.full.default, aten.new_full.default, aten.full_like.default, aten.fill.Scalar, aten.fill.Tensor),
+    *(aten.ones.default, aten.new_ones.default, aten.ones_like.default),
+    *(aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default, aten.zero.default),
+    *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default, aten.empty_like.default),
 )
-def zeros(
+def one_value(
     ctx: Context,
-    size: Sizes,
     self: Tensor | None = None,
+    size: Sizes | None = None,
+    fill_value: Any = None,
+    value: Any = None,
     stride: Sizes = (),
     physical_layout: Any = (),
     *,
     dtype: Any = None,
 ) -> Tensor:
-    return filled(size, 0, ctx.dtype)
-
-
-@converter(aten.ones.default, aten.new_ones.default)
-def ones(ctx: Context, size: Sizes, self: Tensor | None = None, *, dtype: Any = None) -> Tensor:
-    return filled(size, 1, ctx.dtype)
-
-
-@converter(aten.full_like.default)
-def full_like(ctx: Context, self: Tensor, fill_value: Any, *, dtype: Any = None) -> Tensor:
-    return filled_like(self, fill_value, ctx.dtype)
-
-
-@converter(aten.zeros_like.default, aten.empty_like.default, aten.zero.default)
-def zeros_like(ctx: Context, self: Tensor, *, dtype: Any = None) -> Tensor:
-    return filled_like(self, 0, ctx.dtype)
-
-
-@converter(aten.ones_like.default)
-def ones_like(ctx: Context, self: Tensor, *, dtype: Any = None) -> Tensor:
-    return filled_like(self, 1, ctx.dtype)
-
-
-@converter(aten.fill.Scalar, aten.fill.Tensor)
-def fill(ctx: Context, self: Tensor, value: Any) -> Tensor:
-    return filled_like(self, value, ctx.dtype)
+    named = value if fill_value is None else fill_value
+    content = int("ones" in ctx.operator) if named is None else named
+    if size is not None:
+        return filled(size, content, ctx.dtype)
+    assert self is not None
+    return filled_like(self, content, ctx.dtype)
 
 
 @converter(aten.scalar_tensor.default)

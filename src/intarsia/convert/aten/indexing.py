@@ -172,10 +172,7 @@ def index(ctx: Context, self: Tensor, indices: Sequence[Tensor | None]) -> Tenso
 def index_put(
     ctx: Context, self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
-    return _put(self, indices, values, accumulate)
-
-
-def _put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool) -> Tensor:
+    x = self
     if all(item is None for item in indices):
         whole = expanded(values, sizes(x), x.shape)
         return F.add(x, whole) if accumulate else whole
@@ -216,7 +213,8 @@ def _masked(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tens
 @converter(aten.put.default)
 def put(ctx: Context, self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     line, values = F.reshape(index, [-1]), F.reshape(source, [-1])
-    return reshape(_put(F.reshape(self, [-1]), [line], values, accumulate), sizes(self), self.shape)
+    flat = index_put(ctx, F.reshape(self, [-1]), [line], values, accumulate)
+    return reshape(flat, sizes(self), self.shape)
 
 
 # Elements and rows looked up by number: gather, index_select, take, embedding.

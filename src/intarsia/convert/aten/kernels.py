@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.convert.aten.sizes import END, Size, int64
-from intarsia.convert.context import Context
+from intarsia.convert.context import NARROW, Context
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
@@ -93,10 +93,7 @@ def accumulator(dtype: ir.DataType) -> ir.DataType:
 
 # The dtype a converter computes in, where engines have no kernel for torch's own or round too often.
 
-HALVES = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
-_SMALL = frozenset(
-    {ir.DataType.INT8, ir.DataType.INT16, ir.DataType.UINT8, ir.DataType.UINT16, ir.DataType.BOOL}
-)
+_SMALL = NARROW | {ir.DataType.BOOL}
 
 
 def wide(x: Tensor, *, halves: bool = False) -> Tensor:

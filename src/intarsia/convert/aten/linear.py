@@ -11,7 +11,6 @@ import torch
 from intarsia.convert.aten.creation import filled_like
 from intarsia.convert.aten.indexing import places
 from intarsia.convert.aten.kernels import (
-    HALVES,
     filled,
     is_empty,
     is_float,
@@ -23,7 +22,7 @@ from intarsia.convert.aten.kernels import (
 )
 from intarsia.convert.aten.reduce import largest
 from intarsia.convert.aten.sizes import arange, size
-from intarsia.convert.context import Context
+from intarsia.convert.context import HALVES, Context
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
 from intarsia.network import functional as F
@@ -82,24 +81,11 @@ def _restore(output: Tensor, x: Tensor, columns: Any) -> Tensor:
     return F.reshape(output, F.concat([F.op("Shape", x, end=-1), F.ints([columns])], 0))
 
 
-@converter(aten.mm.default, aten.bmm.default)
-def mm(ctx: Context, self: Tensor, mat2: Tensor) -> Tensor:
-    return F.cast(product(self, mat2), ctx.dtype)
-
-
-@converter(aten.matmul.default)
-def matmul(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
-    return F.cast(product(self, other), ctx.dtype)
-
-
-@converter(aten.mv.default)
-def mv(ctx: Context, self: Tensor, vec: Tensor) -> Tensor:
-    return F.cast(product(self, vec), ctx.dtype)
-
-
-@converter(aten.dot.default)
-def dot(ctx: Context, self: Tensor, tensor: Tensor) -> Tensor:
-    return F.cast(product(self, tensor), ctx.dtype)
+@converter(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
+def matmul(ctx: Context, target: Any, args: Any, kwargs: Any, name: str) -> Tensor:
+    """The names of the second operand differ among these operators."""
+    a, b = (ctx.tensor(operand) for operand in (*args, *kwargs.values()))
+    return F.cast(product(a, b), ctx.dtype)
 
 
 @converter(aten.addmm.default)
@@ -200,9 +186,7 @@ def cdist(ctx: Context, x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: An
 
 @converter(aten._euclidean_dist.default)
 def euclidean_dist(ctx: Context, x1: Tensor, x2: Tensor) -> Tensor:
-    if is_empty(x1, x2):
-        return filled(ctx)
-    return F.cast(_by_product(wide(x1, halves=True), wide(x2, halves=True)), ctx.dtype)
+    return cdist(ctx, x1, x2, compute_mode=1)
 
 
 @converter(aten.pdist.default, aten._pdist_forward.default)

@@ -47,12 +47,13 @@ def _place(x: Tensor, axis: int, largest: bool) -> Tensor:
     return F.where(holds_somewhere(nans, [axis], True), first, place)
 
 
-def _arg(ctx: Context, self: Tensor, dim: int | None, keepdim: bool, largest: bool) -> Tensor:
+@converter(aten.argmax.default, aten.argmin.default)
+def arg_extreme(ctx: Context, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     if is_empty(self):
         return filled(ctx)
     if self.ndim == 0:
         return F.constant(0, ir.DataType.INT64)
-    x = _comparable(self)
+    x, largest = _comparable(self), ctx.operator == "argmax"
     if dim is None:
         place = _place(F.reshape(x, [-1]), 0, largest)
         return F.reshape(place, [1] * self.ndim if keepdim else [])
@@ -60,23 +61,14 @@ def _arg(ctx: Context, self: Tensor, dim: int | None, keepdim: bool, largest: bo
     return place if keepdim else F.squeeze(place, [dim])
 
 
-@converter(aten.argmax.default)
-def argmax(ctx: Context, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return _arg(ctx, self, dim, keepdim, True)
-
-
-@converter(aten.argmin.default)
-def argmin(ctx: Context, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return _arg(ctx, self, dim, keepdim, False)
-
-
-def _extreme_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool, largest: bool) -> tuple[Tensor, Tensor]:
+@converter(aten.max.dim, aten.min.dim)
+def extreme_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     if is_empty(self):
         return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
-    place = _place(_comparable(self), axis, largest)
+    place = _place(_comparable(self), axis, ctx.operator == "max")
     values = pick(self, place, axis)
     return (values, place) if keepdim else (F.squeeze(values, [axis]), F.squeeze(place, [axis]))
 
@@ -85,16 +77,6 @@ def pick(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """Elements of `x` at indices along an axis."""
     carrier = F.cast(x, ir.DataType.FLOAT) if x.dtype == ir.DataType.BFLOAT16 else x
     return F.cast(F.gather_elements(carrier, indices, axis), x.dtype)
-
-
-@converter(aten.max.dim)
-def max_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return _extreme_dim(ctx, self, dim, keepdim, True)
-
-
-@converter(aten.min.dim)
-def min_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return _extreme_dim(ctx, self, dim, keepdim, False)
 
 
 def best(x: Tensor, k: Any, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -141,7 +123,7 @@ def in_order(x: Tensor, found: tuple[Tensor, Tensor], axis: int) -> tuple[Tensor
     if count == 1:
         return found
     values, indices = found
-    extent = count if isinstance(count, int) else F.size(x, axis)
+    extent = size(x, axis)
     runs = F.cumsum(F.cast(F.logical_not(_like_the_next(values, axis)), ir.DataType.INT64), axis)
     first = F.mul(F.slice(indices, 0, 1, axis=axis), 0)
     places = F.add(F.mul(F.concat([first, runs], axis), extent), indices)
@@ -207,18 +189,11 @@ def topk(
     return _ordered(ctx, self, k, dim, largest)
 
 
-def _count(x: Tensor, dim: int) -> Any:
-    if x.ndim == 0:
-        return 1
-    size = x.shape[dim]
-    return size if isinstance(size, int) else F.size(x, dim)
-
-
 @converter(aten.sort.default, aten.sort.stable)
 def sort(
     ctx: Context, self: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    return _ordered(ctx, self, _count(self, dim), dim, descending, bool(stable))
+    return _ordered(ctx, self, size(self, dim) if self.ndim else 1, dim, descending, bool(stable))
 
 
 def _kth(ctx: Context, self: Tensor, k: int, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
@@ -273,7 +248,7 @@ def nanmedian_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -
     if self.ndim == 0 or is_empty(self) or not is_float(self):
         return median_dim(ctx, self, dim, keepdim)
     axis = dim % self.ndim
-    order = (without_ties if _tells_places(ctx) else best)(self, _count(self, axis), axis, False)[1]
+    order = (without_ties if _tells_places(ctx) else best)(self, size(self, axis), axis, False)[1]
     numbers = F.cast(F.logical_not(F.isnan(_comparable(self))), ir.DataType.INT64)
     count = F.reduce_sum(numbers, [axis], keepdims=True)
     # Numbers come before NaN: the middle one of them, or of none the first.

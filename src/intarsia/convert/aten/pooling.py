@@ -10,21 +10,19 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import (
     filled,
     from_the_front,
     is_empty,
     is_float,
-    left_where,
     per_axis,
     static,
-    summed_up,
     used,
     whole,
     wide,
 )
 from intarsia.convert.aten.reduce import holds_somewhere
+from intarsia.convert.aten.sizes import sizes
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -36,22 +34,6 @@ aten = torch.ops.aten
 # Sliding and adaptive windows spelled out as look-ups, for what no pooling kernel does as torch does.
 
 Places = np.ndarray[Any, np.dtype[np.int64]]  # (windows, places in a window) along one axis
-
-
-def sliding(size: int, kernel: int, stride: int, dilation: int) -> Places:
-    """Places of every window that fits."""
-    count = (size - dilation * (kernel - 1) - 1) // stride + 1
-    return (np.arange(count)[:, None] * stride + np.arange(kernel) * dilation).astype(np.int64)
-
-
-def within(places: Places, size: int) -> Places:
-    """Positions beyond the ends, moved to the nearest valid one of their window: the maximum is the same."""
-    inside = (places >= 0) & (places < size)
-    if not inside.any(1).all():
-        raise ConversionError("a window with nothing but padding is not handled")
-    first = np.take_along_axis(places, inside.argmax(1)[:, None], 1)
-    last = np.take_along_axis(places, (places.shape[1] - 1 - inside[:, ::-1].argmax(1))[:, None], 1)
-    return np.clip(places, first, last)
 
 
 def adaptive(size: int, windows: int) -> tuple[Places, np.ndarray[Any, np.dtype[np.bool_]]]:
@@ -72,21 +54,18 @@ def unfold(x: Tensor, places: Sequence[Places]) -> Tensor:
         x = F.gather(x, F.constant(table), axis=lead + 2 * i)
     order = [*range(lead), *(lead + 2 * i for i in range(rank)), *(lead + 2 * i + 1 for i in range(rank))]
     turned = F.transpose(x, order) if rank > 1 else x
-    sizes: list[Any] = [
-        size if isinstance(size, int) else F.size(x, i) for i, size in enumerate(x.shape[:lead])
-    ]
     counts = [table.shape[0] for table in places]
-    return F.reshape(turned, [*sizes, *counts, math.prod(table.shape[1] for table in places)])
+    return F.reshape(turned, [*sizes(x)[:lead], *counts, math.prod(table.shape[1] for table in places)])
 
 
-def flat_places(places: Sequence[Places], sizes: Sequence[int]) -> Places:
+def flat_places(places: Sequence[Places], extents: Sequence[int]) -> Places:
     """Where each place of each window lies in the flattened plane: (windows..., places)."""
     rank = len(places)
     total = np.zeros((1,) * (2 * rank), np.int64)
     for i, table in enumerate(places):
         shape = [1] * (2 * rank)
         shape[i], shape[rank + i] = table.shape
-        total = total + table.reshape(shape) * math.prod(sizes[i + 1 :])
+        total = total + table.reshape(shape) * math.prod(extents[i + 1 :])
     return total.reshape(*(table.shape[0] for table in places), -1)
 
 
@@ -102,7 +81,7 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int
 
 
 def divisors(
-    sizes: Sequence[int],
+    extents: Sequence[int],
     counts: Sequence[int],
     kernel: Sequence[int],
     strides: Sequence[int],
@@ -110,13 +89,13 @@ def divisors(
     include: bool,
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """How many elements torch counts in each window: up to the padding's end, or real ones only."""
-    rank = len(sizes)
+    rank = len(extents)
     total = np.ones((1,) * rank, np.int64)
     for i in range(rank):
         start = np.arange(counts[i]) * strides[i] - padded[i]
-        end = np.minimum(start + kernel[i], sizes[i] + padded[i])
+        end = np.minimum(start + kernel[i], extents[i] + padded[i])
         if not include:
-            start, end = np.maximum(start, 0), np.minimum(end, sizes[i])
+            start, end = np.maximum(start, 0), np.minimum(end, extents[i])
         total = total * (end - start).reshape([-1 if j == i else 1 for j in range(rank)])
     return total
 
@@ -135,6 +114,11 @@ def _unbatched(output: Tensor, x: Tensor, rank: int) -> Tensor:
 def _rank(ctx: Context) -> int:
     """How many dimensions the operator pools over, by its name."""
     return int(next(letter for letter in ctx.operator if letter.isdigit()))
+
+
+def _floats_only(x: Tensor) -> None:
+    if not is_float(x):
+        raise ConversionError(f"a pool of {x.dtype.name} is not handled: engines pool floats")
 
 
 def _of_all_ranks(name: str) -> list[Any]:
@@ -181,9 +165,10 @@ def _max_pool(
             count = pooled_size(size, kernel[i], strides[i], padded[i], dilations[i], True)
             span = (count - 1) * strides[i] + dilations[i] * (kernel[i] - 1) + 1
             ends[i] = max(span - size - padded[i], 0)
+    _floats_only(self)
+    if any(end >= k for end, k in zip(ends, kernel, strict=True)):
+        raise ConversionError(f"dilation={dilations} beyond the end is not handled")
     x = wide(_batched(self, rank))
-    if not is_float(self) or any(end >= k for end, k in zip(ends, kernel, strict=True)):
-        return _max_by_windows(self, x, rank, kernel, strides, padded, ends, dilations)
     result = F.max_pool(
         x, kernel, strides=strides, pads=padded + ends, dilations=dilations, with_indices=indices
     )
@@ -192,29 +177,9 @@ def _max_pool(
         return values, None
     # ONNX counts through the whole tensor, torch through each plane.
     plane: Any = 1
-    for axis in range(2, 2 + rank):
-        known = x.shape[axis]
-        plane = plane * (known if isinstance(known, int) else F.size(x, axis))
+    for extent in sizes(x)[2:]:
+        plane = plane * extent
     return values, _unbatched(F.mod(result[1], plane), self, rank)
-
-
-def _max_by_windows(
-    self: Tensor,
-    x: Tensor,
-    rank: int,
-    kernel: list[int],
-    strides: list[int],
-    begins: list[int],
-    ends: list[int],
-    dilations: list[int],
-) -> tuple[Tensor, Tensor]:
-    sizes = spatial_sizes(x, rank)
-    places = [
-        within(sliding(size + begin + end, k, s, d) - begin, size)
-        for size, begin, end, k, s, d in zip(sizes, begins, ends, kernel, strides, dilations, strict=True)
-    ]
-    values, indices = _largest_of(unfold(x, places), flat_places(places, sizes))
-    return F.cast(_unbatched(values, self, rank), self.dtype), _unbatched(indices, self, rank)
 
 
 def _largest_of(unfolded: Tensor, flat: Places) -> tuple[Tensor, Tensor]:
@@ -225,10 +190,7 @@ def _largest_of(unfolded: Tensor, flat: Places) -> tuple[Tensor, Tensor]:
         last = F.op("ArgMax", F.cast(nans, ir.DataType.INT32), axis=-1, select_last_index=1)
         chosen = F.where(holds_somewhere(nans, [unfolded.ndim - 1], True), last, chosen)
     values = F.squeeze(F.gather_elements(unfolded, chosen, -1), [-1])
-    sizes: list[Any] = [
-        size if isinstance(size, int) else F.size(chosen, i) for i, size in enumerate(chosen.shape[:-1])
-    ]
-    table = F.expand(F.constant(flat), [*sizes, flat.shape[-1]])
+    table = F.expand(F.constant(flat), [*sizes(chosen)[:-1], flat.shape[-1]])
     return values, F.squeeze(F.gather_elements(table, chosen, -1), [-1])
 
 
@@ -249,44 +211,33 @@ def avg_pool(
     kernel = per_axis(kernel_size, rank, "kernel_size")
     strides = per_axis(stride, rank, "stride") if stride else kernel
     padded = per_axis(padding, rank, "padding")
+    _floats_only(self)
     x = wide(_batched(self, rank))
-    if not ceil_mode and is_float(self):
+    if not ceil_mode:
         include = count_include_pad or divisor is not None
         result = F.average_pool(x, kernel, strides=strides, pads=padded * 2, count_include_pad=include)
         if divisor is not None:
             result = F.mul(result, math.prod(kernel) / divisor)
         return F.cast(_unbatched(result, self, rank), self.dtype)
     # By hand: the padded input, the sum of each window, and what torch divides each window by.
-    sizes = spatial_sizes(x, rank)
+    extents = spatial_sizes(x, rank)
     counts = [
         pooled_size(size, k, s, p, 1, ceil_mode)
-        for size, k, s, p in zip(sizes, kernel, strides, padded, strict=True)
+        for size, k, s, p in zip(extents, kernel, strides, padded, strict=True)
     ]
     ends = [
         max((n - 1) * s + k - size - p, 0)
-        for n, s, k, size, p in zip(counts, strides, kernel, sizes, padded, strict=True)
+        for n, s, k, size, p in zip(counts, strides, kernel, extents, padded, strict=True)
     ]
     filled_in = F.pad(x, [0, 0, *padded, 0, 0, *ends]) if any(padded + ends) else x
     by = (
         divisor
         if divisor is not None
-        else divisors(sizes, counts, kernel, strides, padded, count_include_pad)
+        else divisors(extents, counts, kernel, strides, padded, count_include_pad)
     )
-    if is_float(self):
-        result = F.average_pool(filled_in, kernel, strides=strides, pads=[0] * (2 * rank))
-        ratio = math.prod(kernel) / np.asarray(by, np.float64)
-        result = F.mul(result, F.constant(ratio.astype(dtypes.to_numpy(x.dtype))))
-    else:
-        places = [
-            sliding(size + p + e, k, s, 1)
-            for size, p, e, k, s in zip(sizes, padded, ends, kernel, strides, strict=True)
-        ]
-        unfolded = unfold(filled_in, places)
-        summed = summed_up(unfolded, [unfolded.ndim - 1])
-        summed = left_where(summed, F.less(F.abs(summed), 0))  # the least integer has no magnitude
-        # Towards zero; engines differ for what is negative.
-        whole_part = F.div(F.abs(summed), F.constant(np.asarray(by).astype(dtypes.to_numpy(x.dtype))))
-        result = F.mul(kernels.sign(summed), whole_part)
+    result = F.average_pool(filled_in, kernel, strides=strides, pads=[0] * (2 * rank))
+    ratio = math.prod(kernel) / np.asarray(by, np.float64)
+    result = F.mul(result, F.constant(ratio.astype(dtypes.to_numpy(x.dtype))))
     return F.cast(_unbatched(result, self, rank), self.dtype)
 
 
@@ -304,13 +255,13 @@ def adaptive_avg_pool(ctx: Context, self: Tensor, output_size: Any) -> Tensor:
     if out == [1] * rank:
         result = F.op("GlobalAveragePool", x)
         return F.cast(_unbatched(result, self, rank), self.dtype)
-    sizes = spatial_sizes(x, rank)
-    if all(size % n == 0 for size, n in zip(sizes, out, strict=True)):
-        kernel = [size // n for size, n in zip(sizes, out, strict=True)]
+    extents = spatial_sizes(x, rank)
+    if all(size % n == 0 for size, n in zip(extents, out, strict=True)):
+        kernel = [size // n for size, n in zip(extents, out, strict=True)]
         result = x if set(kernel) == {1} else F.average_pool(x, kernel, strides=kernel, pads=[0] * (2 * rank))
         return F.cast(_unbatched(result, self, rank), self.dtype)
     # Windows of an axis have one or two widths; the mean over a box is the mean over its axes in turn.
-    for i, (size, n) in enumerate(zip(sizes, out, strict=True)):
+    for i, (size, n) in enumerate(zip(extents, out, strict=True)):
         places, real = adaptive(size, n)
         tail = [1] * (rank - 1 - i)
         gathered = F.gather(x, F.constant(places), axis=2 + i)
@@ -325,9 +276,9 @@ def adaptive_max_pool(ctx: Context, self: Tensor, output_size: Any) -> tuple[Ten
     if is_empty(self):
         return filled(ctx, output=0), filled(ctx, output=1)
     rank = _rank(ctx)
-    out, sizes = per_axis(output_size, rank, "output_size"), spatial_sizes(self, rank)
-    places = [adaptive(size, n)[0] for size, n in zip(sizes, out, strict=True)]
-    values, indices = _largest_of(unfold(wide(self), places), flat_places(places, sizes))
+    out, extents = per_axis(output_size, rank, "output_size"), spatial_sizes(self, rank)
+    places = [adaptive(size, n)[0] for size, n in zip(extents, out, strict=True)]
+    values, indices = _largest_of(unfold(wide(self), places), flat_places(places, extents))
     return F.cast(values, self.dtype), indices
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from intarsia.convert.aten.kernels import is_empty, static, wide
+from intarsia.convert.aten.sizes import sizes
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -53,10 +54,7 @@ def _merged(output: Tensor, directions: int, hidden: int) -> Tensor:
     if directions == 1:
         return F.squeeze(output, [1])
     turned = F.transpose(output, (0, 2, 1, 3))
-    lead: list[Any] = [
-        size if isinstance(size, int) else F.size(turned, i) for i, size in enumerate(turned.shape[:2])
-    ]
-    return F.reshape(turned, [*lead, directions * hidden])
+    return F.reshape(turned, [*sizes(turned)[:2], directions * hidden])
 
 
 @converter(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)

@@ -22,6 +22,7 @@ from intarsia.convert.aten.kernels import (
     sum_of_integers,
     wide,
 )
+from intarsia.convert.aten.sizes import size, sizes
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -119,14 +120,10 @@ def _comparable(x: Tensor) -> Tensor:
     return _flags(x) if x.dtype == ir.DataType.BOOL else wide(x)
 
 
-@converter(aten.amax.default, aten.max.default)
-def amax(ctx: Context, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return reduced(ctx, _comparable(self), list(dim), keepdim, largest, 0)
-
-
-@converter(aten.amin.default, aten.min.default)
-def amin(ctx: Context, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return reduced(ctx, _comparable(self), list(dim), keepdim, smallest, 0)
+@converter(aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
+def extreme(ctx: Context, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    layer = largest if ctx.operator in ("amax", "max") else smallest
+    return reduced(ctx, _comparable(self), list(dim), keepdim, layer, 0)
 
 
 def _nonzero(x: Tensor) -> Tensor:
@@ -136,25 +133,20 @@ def _nonzero(x: Tensor) -> Tensor:
     return F.logical_not(F.equal(wide(x), 0))
 
 
-def _truth(ctx: Context, x: Tensor, dim: Any, keepdim: bool, every: bool) -> Tensor:
+@converter(
+    *(aten.any.default, aten.any.dim, aten.any.dims),
+    *(aten.all.default, aten.all.dim, aten.all.dims),
+)
+def truth_of(ctx: Context, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    every = ctx.operator == "all"
     if dim is not None and not isinstance(dim, int) and not list(dim):
-        return F.cast(_nonzero(x), ctx.dtype)  # an empty list reduces nothing here
+        return F.cast(_nonzero(self), ctx.dtype)  # an empty list reduces nothing here
     layer = F.reduce_min if every else F.reduce_max
-    counts = _flags(_nonzero(x))
-    if is_empty(x):
+    counts = _flags(_nonzero(self))
+    if is_empty(self):
         return filled(ctx, every)
-    result = layer(counts, axes_of(dim, x.ndim), keepdims=keepdim) if x.ndim else counts
+    result = layer(counts, axes_of(dim, self.ndim), keepdims=keepdim) if self.ndim else counts
     return F.cast(F.cast(result, ir.DataType.BOOL), ctx.dtype)
-
-
-@converter(aten.any.default, aten.any.dim, aten.any.dims)
-def any_of(ctx: Context, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    return _truth(ctx, self, dim, keepdim, False)
-
-
-@converter(aten.all.default, aten.all.dim, aten.all.dims)
-def all_of(ctx: Context, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    return _truth(ctx, self, dim, keepdim, True)
 
 
 def _variance(ctx: Context, self: Tensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
@@ -167,8 +159,8 @@ def _variance(ctx: Context, self: Tensor, dim: Any, correction: Any, keepdim: bo
     summed = F.reduce_sum(squares, axes, keepdims=keepdim) if axes else squares
     count: Any = 1
     for axis in axes:
-        size = self.shape[axis]
-        count = count * (size if isinstance(size, int) else F.cast(F.size(self, axis), x.dtype))
+        extent = size(self, axis)
+        count = count * (extent if isinstance(extent, int) else F.cast(extent, x.dtype))
     if isinstance(count, Tensor):
         freedom: Any = F.maximum(F.sub(count, float(correction)), 0.0)
     else:
@@ -298,20 +290,20 @@ def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
     return F.add(F.log(F.add(F.exp(F.sub(a, shift)), F.exp(F.sub(b, shift)))), shift)
 
 
-def _running_extreme(ctx: Context, self: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
+@converter(aten.cummax.default, aten.cummin.default)
+def running_extreme(ctx: Context, self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     if is_empty(self):
         return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
-    size = static(self, axis)
+    extent = static(self, axis)
     x = F.cast(self, ir.DataType.INT32) if self.dtype == ir.DataType.BOOL else wide(self, halves=True)
-    places = F.reshape(F.constant(np.arange(size, dtype=np.int64)), [-1, *[1] * (self.ndim - 1 - axis)])
-    sizes = [size if isinstance(size, int) else F.size(x, i) for i, size in enumerate(x.shape)]
-    places = F.expand(places, sizes)
-    better = F.greater_equal if largest else F.less_equal
+    places = F.reshape(F.constant(np.arange(extent, dtype=np.int64)), [-1, *[1] * (self.ndim - 1 - axis)])
+    places = F.expand(places, sizes(x))
+    better = F.greater_equal if ctx.operator == "cummax" else F.less_equal
     step = 1
-    while step < size:
+    while step < extent:
         before, where_before = (_moved(t, axis, step) for t in (x, places))
         # The later one wins a tie, and a NaN wins over all that came before it.
         later = better(x, before)
@@ -328,31 +320,11 @@ def _moved(x: Tensor, axis: int, step: int) -> Tensor:
     return F.concat([head, F.slice(x, 0, static(x, axis) - step, axis=axis)], axis)
 
 
-@converter(aten.cummax.default)
-def cummax(ctx: Context, self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    return _running_extreme(ctx, self, dim, True)
-
-
-@converter(aten.cummin.default)
-def cummin(ctx: Context, self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    return _running_extreme(ctx, self, dim, False)
-
-
 # torch's primitive reductions, which some decompositions end in.
 
 
-@converter(prims.sum.default)
-def prims_sum(ctx: Context, inp: Tensor, dims: Any, *, output_dtype: Any = None) -> Tensor:
-    return sum_of(ctx, inp, _dims_of_prims(dims))
-
-
-@converter(prims.prod.default)
-def prims_prod(ctx: Context, inp: Tensor, dims: Any, *, output_dtype: Any = None) -> Tensor:
-    return reduced(ctx, _accumulated(ctx, inp), _dims_of_prims(dims), False, _product(ctx), 1)
-
-
-def _dims_of_prims(dims: Any) -> Any:
-    # No dimensions mean none here, and all of them in ATen.
-    if dims is not None and not dims:
+@converter(prims.sum.default, prims.prod.default)
+def prims_reduction(ctx: Context, inp: Tensor, dims: Any, *, output_dtype: Any = None) -> Tensor:
+    if dims is not None and not dims:  # no dimensions mean none here, and all of them in ATen
         raise ConversionError("dims=() is not handled")
-    return dims
+    return (sum_of if ctx.operator == "sum" else prod)(ctx, inp, dims)

@@ -11,9 +11,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.kernels import HALVES, filled, is_empty, is_float, static, wide
+from intarsia.convert.aten.kernels import filled, is_empty, is_float, static, wide
 from intarsia.convert.aten.sizes import Size, floor_divide, int64, size
-from intarsia.convert.context import Context
+from intarsia.convert.context import HALVES, Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -208,9 +208,7 @@ def _layer(x: Tensor, goal: Sequence[Any], scales: Sequence[float | None], **att
     if all(scale is not None for scale in scales):
         factors = F.constant(np.array([1, 1, *scales], np.float32))
         return F.op("Resize", x, None, factors, **attributes)
-    lead: list[Any] = [x.shape[i] if isinstance(x.shape[i], int) else F.size(x, i) for i in (0, 1)]
-    sizes = F.size_vector([*lead, *goal])
-    return F.op("Resize", x, None, None, sizes, **attributes)
+    return F.op("Resize", x, None, None, F.size_vector([size(x, 0), size(x, 1), *goal]), **attributes)
 
 
 def smooth(

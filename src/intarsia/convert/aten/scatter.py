@@ -36,6 +36,7 @@ _OLD_NAMES = {"add": "sum", "multiply": "prod"}
     aten.scatter.reduce,
     aten.scatter.value_reduce,
     aten.scatter_reduce.two,
+    aten.scatter_add.default,
 )
 def scatter(
     ctx: Context,
@@ -49,13 +50,8 @@ def scatter(
     include_self: bool = True,
 ) -> Tensor:
     source = F.constant(value, self.dtype) if src is None else src
-    name = None if reduce is None else _OLD_NAMES.get(reduce, reduce)
-    return _written(ctx, self, dim, index, source, name, include_self)
-
-
-@converter(aten.scatter_add.default)
-def scatter_add(ctx: Context, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    return _written(ctx, self, dim, index, src, "sum")
+    name = "sum" if ctx.operator == "scatter_add" else reduce
+    return _written(ctx, self, dim, index, source, _OLD_NAMES.get(name or "", name), include_self)
 
 
 def _written(

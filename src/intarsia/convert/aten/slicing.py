@@ -141,27 +141,29 @@ def _pieces(ctx: Context, x: Tensor, length: Size, axis: int) -> list[Tensor]:
     return [F.slice(x, a, b, axis=axis) for a, b in zip(bounds, [*bounds[1:], END], strict=True)]
 
 
-@converter(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor, aten.split.sizes)
-def split(ctx: Context, self: Tensor, split_size: Size | Sequence[Size], dim: int = 0) -> list[Tensor]:
+@converter(
+    *(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor, aten.split.sizes),
+    aten.split_with_sizes.default,
+    aten.split_with_sizes_copy.default,
+    aten.unsafe_split_with_sizes.default,
+)
+def split(
+    ctx: Context,
+    self: Tensor,
+    split_size: Size | Sequence[Size] = (),
+    split_sizes: Sequence[Size] = (),
+    dim: int = 0,
+) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
     if isinstance(split_size, int | Tensor):
         return _pieces(ctx, self, split_size, axis)
-    return cut(self, split_size, axis)
+    return cut(self, split_sizes or split_size, axis)
 
 
 @converter(aten.chunk.default, aten.unsafe_chunk.default)
 def chunk(ctx: Context, self: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
     return _pieces(ctx, self, ceil_divide(size(self, axis), chunks), axis)
-
-
-@converter(
-    aten.split_with_sizes.default,
-    aten.split_with_sizes_copy.default,
-    aten.unsafe_split_with_sizes.default,
-)
-def split_with_sizes(ctx: Context, self: Tensor, split_sizes: Sequence[Size], dim: int = 0) -> list[Tensor]:
-    return cut(self, split_sizes, wrap(dim, self.ndim))
 
 
 @converter(aten.unbind.int, aten.unbind_copy.int)
@@ -218,27 +220,21 @@ _MODES = ("constant", "reflect", "replicate", "circular")  # in the order of tor
 _LAYER_MODE = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}
 
 
-@converter(aten.constant_pad_nd.default, aten.pad.default, aten._pad_enum.default)
+@converter(aten.constant_pad_nd.default, aten.pad.default, aten._pad_enum.default, aten._pad_circular.default)
 def pad(
     ctx: Context, self: Tensor, pad: Sequence[Size], mode: str | int = "constant", value: float | None = None
 ) -> Tensor:
     name = _MODES[mode] if isinstance(mode, int) else mode
+    name = "circular" if ctx.operator == "_pad_circular" else name
     return padded(self, pad, name, 0 if value is None else value)
 
 
-@converter(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
-def reflection_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
-    return padded(self, padding, "reflect")
-
-
-@converter(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
-def replication_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
-    return padded(self, padding, "replicate")
-
-
-@converter(aten._pad_circular.default)
-def pad_circular(ctx: Context, self: Tensor, pad: Sequence[Size]) -> Tensor:
-    return padded(self, pad, "circular")
+@converter(
+    *(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default),
+    *(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
+)
+def border_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
+    return padded(self, padding, "reflect" if ctx.operator.startswith("reflection") else "replicate")
 
 
 def padded(x: Tensor, pad: Sequence[Size], mode: str, value: float = 0) -> Tensor:
@@ -291,14 +287,9 @@ def _circular(x: Tensor, sides: Sides) -> Tensor:
 # Diagonals and triangles of matrices.
 
 
-@converter(aten.tril.default)
-def tril(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
-    return kernels.trilu(self, diagonal, upper=False)
-
-
-@converter(aten.triu.default)
-def triu(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
-    return kernels.trilu(self, diagonal, upper=True)
+@converter(aten.tril.default, aten.triu.default)
+def triangle(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
+    return kernels.trilu(self, diagonal, upper=ctx.operator == "triu")
 
 
 def _length(rows: Size, columns: Size, offset: int) -> Size:

@@ -39,19 +39,19 @@ aten = torch.ops.aten
     aten._reshape_copy.default,
     aten.view_copy.default,
     aten._reshape_alias.default,
+    aten.reshape.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
 )
-def view(ctx: Context, self: Tensor, size: Sequence[Size], stride: Sequence[Size] = ()) -> Tensor:
-    return reshape(self, size, result_shape(ctx))
-
-
-@converter(aten.reshape.default)
-def reshape_default(ctx: Context, self: Tensor, shape: Sequence[Size]) -> Tensor:
-    return reshape(self, shape, result_shape(ctx))
-
-
-@converter(aten.view_as.default, aten.reshape_as.default)
-def view_as(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
-    return reshape(self, sizes(other), result_shape(ctx))
+def view(
+    ctx: Context,
+    self: Tensor,
+    size: Sequence[Size] = (),
+    shape: Sequence[Size] = (),
+    other: Tensor | None = None,
+    stride: Sequence[Size] = (),
+) -> Tensor:
+    return reshape(self, (size or shape) if other is None else sizes(other), result_shape(ctx))
 
 
 @converter(aten.flatten.using_ints)
@@ -123,14 +123,12 @@ def permute(ctx: Context, self: Tensor, dims: Sequence[int]) -> Tensor:
     return ordered(self, [wrap(dim, self.ndim) for dim in dims])
 
 
-@converter(aten.transpose.int, aten.transpose_copy.int, aten.swapdims.default)
-def transpose(ctx: Context, self: Tensor, dim0: int, dim1: int) -> Tensor:
-    return swapped(self, wrap(dim0, self.ndim), wrap(dim1, self.ndim))
-
-
-@converter(aten.swapaxes.default)
-def swapaxes(ctx: Context, self: Tensor, axis0: int, axis1: int) -> Tensor:
-    return swapped(self, wrap(axis0, self.ndim), wrap(axis1, self.ndim))
+@converter(aten.transpose.int, aten.transpose_copy.int, aten.swapdims.default, aten.swapaxes.default)
+def transpose(
+    ctx: Context, self: Tensor, dim0: int = 0, dim1: int = 0, axis0: int = 0, axis1: int = 0
+) -> Tensor:
+    """Some of these operators name their dimensions axes."""
+    return swapped(self, wrap(dim0 or axis0, self.ndim), wrap(dim1 or axis1, self.ndim))
 
 
 @converter(aten.t.default, aten.numpy_T.default, aten.matrix_H.default)
@@ -222,14 +220,16 @@ def expanded(x: Tensor, wanted: Sequence[Size], shape: Shape) -> Tensor:
     return kernels.expand(x, target)
 
 
-@converter(aten.expand.default, aten.expand_copy.default, aten.broadcast_to.default)
-def expand(ctx: Context, self: Tensor, size: Sequence[Size], *, implicit: bool = False) -> Tensor:
-    return expanded(self, size, result_shape(ctx))
-
-
-@converter(aten.expand_as.default)
-def expand_as(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
-    return expanded(self, sizes(other), result_shape(ctx))
+@converter(aten.expand.default, aten.expand_copy.default, aten.broadcast_to.default, aten.expand_as.default)
+def expand(
+    ctx: Context,
+    self: Tensor,
+    size: Sequence[Size] = (),
+    other: Tensor | None = None,
+    *,
+    implicit: bool = False,
+) -> Tensor:
+    return expanded(self, size if other is None else sizes(other), result_shape(ctx))
 
 
 def broadcast(tensors: Sequence[Tensor], shape: Shape) -> list[Tensor]:
@@ -263,19 +263,11 @@ def broadcast_in_dim(
     return expanded(F.unsqueeze(a, new) if new else a, shape, result_shape(ctx))
 
 
-@converter(aten.repeat.default)
-def repeat(ctx: Context, self: Tensor, repeats: Sequence[Size]) -> Tensor:
-    return _tiled(self, repeats)
-
-
-@converter(aten.tile.default)
-def tile(ctx: Context, self: Tensor, dims: Sequence[Size]) -> Tensor:
-    return _tiled(self, [1] * (self.ndim - len(dims)) + list(dims))
-
-
-def _tiled(x: Tensor, repeats: Sequence[Size]) -> Tensor:
-    new = list(range(len(repeats) - x.ndim))
-    x = F.unsqueeze(x, new) if new else x
+@converter(aten.repeat.default, aten.tile.default)
+def repeat(ctx: Context, self: Tensor, repeats: Sequence[Size] = (), dims: Sequence[Size] = ()) -> Tensor:
+    repeats = [*[1] * (self.ndim - len(dims)), *dims] if ctx.operator == "tile" else repeats
+    new = list(range(len(repeats) - self.ndim))
+    x = F.unsqueeze(self, new) if new else self
     if all(isinstance(count, int) and count == 1 for count in repeats):
         return x
     return kernels.tile(x, repeats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -12,9 +12,10 @@ from torch import fx
 from intarsia.engines.graph_rewrites.constants import attach, constant, only_user, shape_of
 from intarsia.engines.graph_rewrites.products import groups_of, merge
 from intarsia.engines.triton_kernels.operators import SIZES, masked_attention, row_product
-from intarsia.lower.index_values import IndexValues
-from intarsia.lower.masks import ANDS, MaskKind, mask_kind
 from intarsia.lower.purity import arguments
+
+if TYPE_CHECKING:
+    from intarsia.lower.index_values import IndexValues
 
 aten = torch.ops.aten
 
@@ -307,6 +308,8 @@ _LONG = 1024  # keys
 
 def flash_attention(module: fx.GraphModule) -> int:
     """Name the kernel at every attention that one of the two can run; how many there were."""
+    from intarsia.lower.index_values import IndexValues  # sympy, which loading a program does without
+
     count, values = 0, IndexValues(module)
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not aten.scaled_dot_product_attention.default:
@@ -363,6 +366,8 @@ def _is_masked(given: dict[str, Any]) -> bool:
 
 def _without_causal(module: fx.GraphModule, values: IndexValues, mask: fx.Node) -> tuple[fx.Node, bool]:
     """The mask of padding in a mask that hides padding and later positions; otherwise the mask as it is."""
+    from intarsia.lower.masks import ANDS, MaskKind, mask_kind
+
     both: Any = mask
     while both.target is aten.expand.default:
         both = both.args[0]

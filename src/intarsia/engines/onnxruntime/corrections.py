@@ -13,6 +13,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from intarsia.cache.machine import is_arm
 from intarsia.network import Network, dtypes
 from intarsia.network.ops import KEEPS_VALUES, MOVES_DATA
+from intarsia.network.serialize import replace_nodes
 
 # What a graph of ONNX's own format holds: bodies of its nodes, and the names that are read.
 
@@ -59,30 +60,30 @@ def cast_through_int64(net: Network, model: Any) -> None:
     wide = dtypes.FLOATS if is_arm() else {ir.DataType.DOUBLE}
     tensors = [tensor for layer in net.get_layers() for tensor in layer.get_outputs()]
     floats = {tensor.name for tensor in (*net.get_inputs(), *tensors) if tensor.dtype in wide}
-    nodes: list[NodeProto] = []
-    for node in model.graph.node:
-        if _target(node) == TensorProto.UINT8 and node.input[0] in floats:
-            name = f"{_CAST}_whole_{node.output[0]}"
-            nodes.append(helper.make_node("Cast", [node.input[0]], [name], name=name, to=TensorProto.INT64))
-            node.input[0] = name
-        nodes.append(node)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+
+    def whole_first(node: NodeProto) -> list[NodeProto]:
+        if _target(node) != TensorProto.UINT8 or node.input[0] not in floats:
+            return [node]
+        name = f"{_CAST}_whole_{node.output[0]}"
+        whole = helper.make_node("Cast", [node.input[0]], [name], name=name, to=TensorProto.INT64)
+        node.input[0] = name
+        return [whole, node]
+
+    replace_nodes(model.graph, whole_first)
 
 
 def keep_casts_apart(graph: Any) -> None:
     """Put a layer without effect between two casts in a row."""
     producers = {node.output[0]: node for node in graph.node}
-    nodes: list[NodeProto] = []
-    for node in graph.node:
+
+    def apart(node: NodeProto) -> list[NodeProto]:
         for body in bodies_in(node):
             keep_casts_apart(body)
         middle = _cast_before(node, producers)
-        if _target(node) in _SHORT or (_target(node), middle) == (TensorProto.FLOAT16, TensorProto.BFLOAT16):
-            nodes += _copied(node, middle, graph)
-        nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
+        loses = (_target(node), middle) == (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+        return [*(_copied(node, middle, graph) if loses or _target(node) in _SHORT else ()), node]
+
+    replace_nodes(graph, apart)
 
 
 def _cast_before(node: NodeProto, producers: dict[str, NodeProto]) -> int:
@@ -161,13 +162,12 @@ _SIGNED_ZERO = "intarsia_signed_zero"
 def keep_signed_zeros(net: Network, model: Any) -> None:
     """Rewrite every `Where` of floats whose first choice may hold -0.0, so that none is lost."""
     layers = {t.name: layer for layer in net.get_layers() for t in layer.get_outputs()}
-    nodes: list[NodeProto] = []
-    count = 0
-    for node in model.graph.node:
+    numbers = itertools.count(1)
+
+    def exact(node: NodeProto) -> list[NodeProto]:
         layer = layers.get(node.output[0]) if node.op_type == "Where" else None
         if layer is None or layer.get_outputs(0)[0].dtype not in dtypes.FLOATS:
-            nodes.append(node)
-            continue
+            return [node]
         condition, first, second = layer.get_inputs()
         assert condition is not None and first is not None and second is not None
         parent = condition.get_parent()
@@ -177,13 +177,12 @@ def keep_signed_zeros(net: Network, model: Any) -> None:
             assert before is not None
             source, chosen, first, second = before.name, chosen[::-1], second, first
         if _holds_none(first.constant):
-            nodes.append(helper.make_node("Where", [source, *chosen], list(node.output), name=node.name))
-            continue
-        count += 1
+            return [helper.make_node("Where", [source, *chosen], list(node.output), name=node.name)]
         rewrite = _exchanged if _holds_none(second.constant) else _by_product
-        nodes += rewrite(f"{_SIGNED_ZERO}_{count}", source, chosen, node, first.dtype, model.graph)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+        name = f"{_SIGNED_ZERO}_{next(numbers)}"
+        return rewrite(name, source, chosen, node, first.dtype, model.graph)
+
+    replace_nodes(model.graph, exact)
 
 
 def _holds_none(constant: np.ndarray[Any, Any] | None) -> bool:

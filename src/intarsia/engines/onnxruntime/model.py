@@ -31,7 +31,7 @@ from intarsia.engines.onnxruntime.nbits import Values, is_half
 from intarsia.engines.onnxruntime.session import OUTPUT
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
-from intarsia.network.bodies import bodies_of
+from intarsia.network.attributes import bodies_of
 from intarsia.network.ops import MULTIPLIES_WEIGHTS, NORMALIZES, RECURRENT
 from intarsia.network.serialize import Weights, to_proto
 

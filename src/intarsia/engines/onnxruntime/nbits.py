@@ -21,7 +21,7 @@ from intarsia.engines.onnxruntime.corrections import names_read
 from intarsia.errors import EngineError, first_line
 from intarsia.network import Layer, Network, Tensor, net_guard
 from intarsia.network import functional as F
-from intarsia.network.serialize import Weights, to_proto
+from intarsia.network.serialize import Weights, drop_initializers, to_proto
 
 Values = dict[str, tuple[Any, object]]  # weights for a session, each with what keeps its memory alive
 
@@ -129,9 +129,7 @@ def _product(
 def _still_read(proto: Any, weights: Weights) -> Weights:
     """The weights that are still read; the others leave the model."""
     unread = set(weights) - names_read(proto.graph)
-    remaining = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
-    del proto.graph.initializer[:]
-    proto.graph.initializer.extend(remaining)
+    drop_initializers(proto.graph, unread)
     return {name: array for name, array in weights.items() if name not in unread}
 
 

@@ -125,8 +125,8 @@ class OpenVINO(NetworkEngine):
         return OpenvinoFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
+        from intarsia.engines.openvino.corrections import has_few_bits
         from intarsia.engines.openvino.halves import is_gated
-        from intarsia.engines.openvino.packed import has_few_bits
 
         if has_few_bits(net):
             return None  # 2026.4 exports such weights with the model: they would be in the file twice

@@ -24,11 +24,19 @@ from intarsia.engines.guards.kinds import (
 from intarsia.engines.guards.planner import LOOKED_AT, plan_guards
 from intarsia.engines.openvino.arm import add_up_in_parts, mend
 from intarsia.engines.openvino.core import core, last_line, settings
-from intarsia.engines.openvino.corrections import correct, fold, fold_tables, has_short_weights, separate
+from intarsia.engines.openvino.corrections import (
+    PackedWeight,
+    as_inputs,
+    correct,
+    fold,
+    fold_tables,
+    has_short_weights,
+    put_in,
+    separate,
+)
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.idioms import show_norms, show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
-from intarsia.engines.openvino.packed import PackedWeight, as_inputs, put_in
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
 from intarsia.network import Network

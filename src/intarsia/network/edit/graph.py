@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.attributes import to_attr
-from intarsia.network.bodies import outer_uses, take_bodies
+from intarsia.network.attributes import outer_uses, take_bodies, to_attr
 from intarsia.network.edit.journal import (
     BodyTaken,
     ConstantAdded,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from intarsia.network.bodies import OuterUse
+from intarsia.network.attributes import OuterUse
 
 ConstantKey = Hashable
 

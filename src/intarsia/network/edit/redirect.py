@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.bodies import give_body, outer_uses, owner_in
+from intarsia.network.attributes import give_body, outer_uses, owner_in
 from intarsia.network.edit.graph import EditableGraph
 from intarsia.network.edit.journal import (
     BodyTaken,
