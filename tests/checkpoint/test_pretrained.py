@@ -12,6 +12,7 @@ from tests.quantized_checkpoints import LAYOUTS, llama, quantize, qwen, write
 from torch import nn
 
 import intarsia
+from intarsia import quantized
 from intarsia.checkpoint.linear import QuantizedLinear
 
 pytest.importorskip("transformers")
@@ -34,6 +35,20 @@ def test_logits_are_those_of_the_dequantized_weights(name: str, decoder: str, tm
     torch.testing.assert_close(_logits(model), _logits(reference), rtol=1e-6, atol=1e-6)
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_products_with_some_rows_at_a_time_are_those_of_the_whole_weight(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, llama(), LAYOUTS[name])
+    model = intarsia.load_pretrained(tmp_path, dtype=torch.float32)
+    expected = _logits(model)
+    monkeypatch.setattr(quantized, "_AT_A_TIME", 1)
+    monkeypatch.setattr(quantized, "_FEWEST_ROWS", 16)
+    torch.testing.assert_close(_logits(model), expected, rtol=1e-5, atol=1e-6)
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    assert all(torch.equal(layer.dequantized(slice(16, 48)), layer.dequantized()[16:48]) for layer in layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

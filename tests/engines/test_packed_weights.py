@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.layouts import LAYOUTS, Awq, Compressed, Gptq, Lookup
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import intarsia
 from intarsia.capture.export import capture
+from intarsia.checkpoint.linear import PackedLinear
 from intarsia.convert import interpreter, registry
 from intarsia.lower import Lowered, lower
 from intarsia.quantized import EMBEDDING, LINEAR
 
 ENGINES = ["onnxruntime", "openvino", "pytorch"]
 torchao = pytest.importorskip("torchao.quantization")
+
+
+class _LargestResult(TorchDispatchMode):
+    """The bytes of the largest tensor that any operator returned."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not any(arg is result for arg in args):
+            self.size = max(self.size, result.nbytes)
+        return result
 
 
 def _lowered(model: nn.Module, *args: torch.Tensor) -> Lowered:
@@ -246,3 +261,21 @@ def test_an_engine_is_asked_once_about_products_of_one_shape() -> None:
     fast = intarsia.compile(model, (torch.randn(2, 208),), engines=["onnxruntime"], min_block_size=1)
     assert "6 in 4 bits" in str(fast.plan)
     assert len({key for key in interpreter._memo if key[1][0] is LINEAR} - asked) == 1
+
+
+def test_a_large_weight_is_never_dense_in_pytorch() -> None:
+    """Of 16 MB of floats, 1 MB at a time exists, in the model of a checkpoint and in its graph."""
+    torch.manual_seed(0)
+    names = ("weight_packed", "weight_scale")
+    layer = PackedLinear(nn.Linear(2048, 2048, bias=False), 4, 128, names, True, False).eval()
+    layer.weight_packed.copy_(torch.randint(-(2**31), 2**31, layer.weight_packed.shape, dtype=torch.int32))
+    layer.weight_scale.uniform_(0.0, 1e-3)
+    x = torch.randn(3, 2048)
+    expected = nn.functional.linear(x, layer.dequantized())
+    graph = _lowered(layer, x).module
+    assert any(node.target is LINEAR for node in graph.graph.nodes)
+    for run in (layer, lambda x: graph(x)[0]):
+        with torch.no_grad(), _LargestResult() as largest:
+            answer = run(x)
+        assert largest.size <= 1 << 21
+        torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-5)

@@ -1,7 +1,7 @@
 """Linear layers whose weights have the bits and the names of a checkpoint.
 
-The dense weight exists only inside `forward`: integers are unpacked by shifts and masks, zero points are
-subtracted, and scales are multiplied.
+The dense weight exists only inside `forward`, some rows of it at a time: integers are unpacked by shifts and
+masks, zero points are subtracted, and scales are multiplied.
 
     layout            integers                           zero points                     scales
     pack-quantized    weight_packed int32 (N, K / each)  weight_zero_point int32         weight_scale
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from intarsia.errors import InputError
+from intarsia.quantized import linear_by_rows
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class QuantizedLinear(nn.Module):
         """Declare the buffers for tensors of these names in a checkpoint."""
         raise NotImplementedError
 
-    def dequantized(self) -> Tensor:
-        """The dense weight, (outputs, inputs)."""
+    def dequantized(self, rows: slice | None = None) -> Tensor:
+        """The dense weight, (outputs, inputs), or rows of it, whose bounds are multiples of 16."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.dequantized(), self.bias)
+        return linear_by_rows(x, self.dequantized, self.bias, self.out_features, self.in_features)
 
     def settle(self, name: str) -> None:
         """Check and prepare the tensors after they were read."""
@@ -106,6 +106,10 @@ class QuantizedLinear(nn.Module):
 
     def _words(self, integers: int) -> int:
         return -(-integers // self.each)
+
+    def _words_of(self, rows: slice | None) -> slice | None:
+        """The words of a row's integers, where those of several rows are in one int32."""
+        return None if rows is None else slice(rows.start // self.each, -(-rows.stop // self.each))
 
     def _divide(self) -> None:
         if self.in_features % self.group:
@@ -148,14 +152,14 @@ class PackedLinear(QuantizedLinear):
         if hasattr(self, "weight_g_idx"):
             _check_groups(f"{name}.weight_g_idx", self.weight_g_idx, self.groups)
 
-    def dequantized(self) -> Tensor:
-        numbers = unpacked(self.weight_packed, self.bits, 1)[:, : self.in_features]
-        scale = self.weight_scale.reshape(-1, self.groups)
+    def dequantized(self, rows: slice | None = None) -> Tensor:
+        numbers = unpacked(_part(self.weight_packed, rows), self.bits, 1)[:, : self.in_features]
+        scale = _part(self.weight_scale.reshape(-1, self.groups), rows)
         zero: Tensor | float = 2 ** (self.bits - 1)
         if not self.symmetric and self.one_scale:
             zero = self.weight_zero_point.reshape(1, 1) + zero
         elif not self.symmetric:
-            zero = unpacked(self.weight_zero_point, self.bits, 0)[: self.out_features]
+            zero = _part(unpacked(self.weight_zero_point, self.bits, 0)[: self.out_features], rows)
         return dequantized(numbers, zero, scale, getattr(self, "weight_g_idx", None))
 
 
@@ -201,9 +205,10 @@ class PlainLinear(QuantizedLinear):
             x = self.rounding.rounded(x, self.input_scale, getattr(self, "input_zero_point", None))
         return super().forward(x)
 
-    def dequantized(self) -> Tensor:
-        zero = None if self.symmetric else self.weight_zero_point.reshape(-1, self.groups)
-        return dequantized(self.weight, zero, self.weight_scale.reshape(-1, self.groups))
+    def dequantized(self, rows: slice | None = None) -> Tensor:
+        zero = None if self.symmetric else _part(self.weight_zero_point.reshape(-1, self.groups), rows)
+        scale = _part(self.weight_scale.reshape(-1, self.groups), rows)
+        return dequantized(_part(self.weight, rows), zero, scale)
 
 
 class AwqLinear(QuantizedLinear):
@@ -229,12 +234,13 @@ class AwqLinear(QuantizedLinear):
         if not self.symmetric or "qzeros" in names:
             self._declare("qzeros", (self.groups, words), torch.int32)
 
-    def dequantized(self) -> Tensor:
-        numbers = unpacked(self.qweight, self.bits, 1, interleaved=True)
+    def dequantized(self, rows: slice | None = None) -> Tensor:
+        words = self._words_of(rows)
+        numbers = unpacked(_columns(self.qweight, words), self.bits, 1, interleaved=True)
         zero: Tensor | float = 2 ** (self.bits - 1)
         if hasattr(self, "qzeros"):
-            zero = unpacked(self.qzeros, self.bits, 1, interleaved=True).t()
-        return dequantized(numbers.t(), zero, self.scales.t())
+            zero = unpacked(_columns(self.qzeros, words), self.bits, 1, interleaved=True).t()
+        return dequantized(numbers.t(), zero, _columns(self.scales, rows).t())
 
 
 class GptqLinear(QuantizedLinear):
@@ -272,12 +278,13 @@ class GptqLinear(QuantizedLinear):
         # Groups of consecutive columns need no index, unless the last group is shorter.
         self.indexed = bool(self.in_features % self.group) or not torch.equal(self.g_idx, usual.int())
 
-    def dequantized(self) -> Tensor:
-        numbers = unpacked(self.qweight, self.bits, 0)
-        zero = unpacked(self.qzeros, self.bits, 1)
+    def dequantized(self, rows: slice | None = None) -> Tensor:
+        numbers = unpacked(_columns(self.qweight, rows), self.bits, 0)
+        zero = unpacked(_columns(self.qzeros, self._words_of(rows)), self.bits, 1)
         if self.less:
             zero = (zero + self.less) & (2**self.bits - 1)
-        return dequantized(numbers.t(), zero.t(), self.scales.t(), self.g_idx if self.indexed else None)
+        index = self.g_idx if self.indexed else None
+        return dequantized(numbers.t(), zero.t(), _columns(self.scales, rows).t(), index)
 
 
 def unpacked(packed: Tensor, bits: int, dim: int, interleaved: bool = False) -> Tensor:
@@ -309,6 +316,15 @@ def dequantized(
     if zero is not None:
         weight = weight - (zero.unsqueeze(2).to(scale.dtype) if isinstance(zero, Tensor) else zero)
     return (weight * scale.unsqueeze(2)).flatten(1)
+
+
+def _part(tensor: Tensor, rows: slice | None) -> Tensor:
+    """Rows of a tensor; a single one is for all."""
+    return tensor if rows is None or len(tensor) == 1 else tensor[rows]
+
+
+def _columns(tensor: Tensor, columns: slice | None) -> Tensor:
+    return tensor if columns is None else tensor[:, columns]
 
 
 def _check_groups(name: str, index: Tensor, groups: int) -> None:

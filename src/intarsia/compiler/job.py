@@ -175,6 +175,7 @@ class CompileJob:
             compiled = self.build(graph, support)
         else:
             compiled = self.choose(graph, support, support.measured)
+        release_memory(self._module)  # engines have read all weights
         verified = self.verify(captured, graph, support, compiled)
         seconds, plan = time.perf_counter() - self.request.began, verified.plan
         segments = count_text(len(plan), "segment")

@@ -25,6 +25,7 @@ from intarsia.generation.storage import StoredLayer, append_to, stack_of, stored
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 from intarsia.runtime.placed import PlacedForward
+from intarsia.runtime.weights import release_memory
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ class GeneratingForward(PlacedForward):
         if masked not in self._counted_tokens:
             counts = counts_tokens(self.module, self.own, self.anatomy, masked=masked)
             self._counted_tokens[masked] = counts
+            release_memory(self.module)  # its own forward has read all weights
         return self._counted_tokens[masked]
 
     def layers_of(self, cache: Any, rows: int) -> list[StoredLayer]:

@@ -24,7 +24,7 @@ from torch import fx
 
 from intarsia.lower.constants import FLOATS_OF_8_BITS, Values, behind, constants_of
 from intarsia.lower.lowered import note_left, note_replaced
-from intarsia.memory import release_freed
+from intarsia.memory import release_freed, release_mapped
 from intarsia.quantized import EMBEDDING, LINEAR, dequantized
 
 aten = torch.ops.aten
@@ -96,6 +96,7 @@ def pack_weights(module: fx.GraphModule) -> None:
             if (source, turned) not in packed:
                 packed[source, turned] = _attached(module, name, _packed(module, source, turned))
                 release_freed()  # without it, 12 layers of 11 million weights kept 500 MB of matrices
+                release_mapped(getattr(module, str(n.target)) for n in behind(source) if n.op == "get_attr")
             _replace(module, node, packed[source, turned], name)
         except _Unpackable as reason:
             left.setdefault(str(reason), []).append(node.name)
