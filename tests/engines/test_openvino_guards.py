@@ -239,7 +239,7 @@ def test_masks_of_minus_infinity_are_the_engines_business() -> None:
 @pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, -INF], ids=["least", "infinity"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "products"])
 def test_a_mask_of_the_least_number_may_come_from_another_segment(least: float, fused: bool) -> None:
-    """T5 adds such a mask in every layer. Each was a fault, and found by bisection: 19 of 52 s of a compile."""
+    """T5 adds such a mask in every layer. Finding each by bisection took 19 of 52 s of a compile."""
 
     def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if fused:
