@@ -60,11 +60,11 @@ class Pipelined(StageSequence):
         """The model's outputs, computed in micro-batches."""
         tensors: Sequence[torch.Tensor] = self.signature.flatten(args, kwargs)
         axes, samples = self.signature.tensor_axes, self.signature.samples(tensors)
-        missing = self.signature.least - samples if samples and not self.why_not_padded else 0
-        if missing > 0:
-            tensors = [longer(t, axis, missing) for t, axis in zip(tensors, axes, strict=True)]
-        size = samples + max(0, missing)
-        sizes = chunk_sizes(size, self.chunks, self.signature.least)
+        size, least = samples, self.signature.least
+        if 0 < samples < least and not self.why_not_padded:
+            size = least
+            tensors = [longer(t, axis, least - samples) for t, axis in zip(tensors, axes, strict=True)]
+        sizes = chunk_sizes(size, self.chunks, least)
         self._check_lengths(tensors, sizes)
         parts = [
             t if t.ndim == 0 else t.movedim(a, 0) if a is not None else t.unsqueeze(0).expand(size, *t.shape)

@@ -267,9 +267,9 @@ def real_gradient(gradient: Tensor | None) -> Tensor | None:
     """The gradient that a placeholder stands for, as soon as it is computed; others as they are."""
     if gradient is None or not hasattr(gradient, _PROMISE):
         return gradient
-    future, number = getattr(gradient, _PROMISE)
-    computed: Gradients = future.result()
-    return computed[number]
+    promise: tuple[Future[Gradients], int] = getattr(gradient, _PROMISE)
+    future, number = promise
+    return future.result()[number]
 
 
 def insert_barrier(threads: BackwardThreads, batches: list[Batch]) -> Tensor:
