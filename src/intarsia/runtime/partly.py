@@ -16,7 +16,7 @@ from intarsia.errors import InputError
 from intarsia.graph.plan import Plan
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.freshness import Freshness, weights_of
-from intarsia.runtime.weights import FrozenModule, warn_of_change
+from intarsia.runtime.weights import FrozenModule, warn_of_change, warn_of_gradients
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class PartlyCompiled(FrozenModule):
         return tuple(f"{path}: {text}" for path, part in self.parts.items() for text in part.differences)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        warn_of_gradients(args, kwargs)
         if self._freshness is not None:
             self._freshness.advance()
             change = self._freshness.structure_change()
