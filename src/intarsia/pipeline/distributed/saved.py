@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from intarsia.errors import InputError, some_of
+from intarsia.errors import InputError
 from intarsia.pipeline.distributed.placement import empty_like_parameter
 from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import form_text
 from intarsia.pipeline.stages.tied import global_rank
-from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
+from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages, misfit_text
 
 Options = dict[str, Any]  # the options of an optimizer by name, such as a learning rate
 # The members of a group, which another cut divides differently, and how its steps are computed.
@@ -224,9 +224,8 @@ def _check_names(
             if value.shape != meta.size
         ],
     }
-    texts = [f"{label} {some_of(names, most=5)}" for label, names in problems.items() if names]
-    if texts:
-        raise InputError(f"the checkpoint {path} {'; it '.join(texts)}")
+    if text := misfit_text(problems):
+        raise InputError(f"the checkpoint {path} {text}")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
