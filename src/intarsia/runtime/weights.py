@@ -153,7 +153,7 @@ _LARGE = 1 << 24  # bytes of weights; for fewer, returning memory took a tenth o
 
 
 def release_memory(model: nn.Module | None, *, mapped: bool = True) -> None:
-    """Give back freed memory and, if `mapped`, that of weights in a file. A small model gives nothing back."""
+    """Give back freed memory and, if `mapped`, that of weights in a file; nothing if the weights are few."""
     tensors = [] if model is None else [weight.tensor for weight in weights_of(model)]
     if model is not None and sum(tensor.numel() * tensor.element_size() for tensor in tensors) < _LARGE:
         return
