@@ -153,11 +153,17 @@ def _unregistered(
     ]
 
 
-def release_memory(model: nn.Module | None) -> None:
-    """Give back freed memory, and that of a model's weights which lie in a file."""
+_LARGE = 1 << 24  # bytes of weights; for fewer, returning memory took a tenth of a compile
+
+
+def release_memory(model: nn.Module | None, *, mapped: bool = True) -> None:
+    """Give back freed memory and, if `mapped`, that of weights in a file; nothing if the weights are few."""
+    tensors = [] if model is None else [weight.tensor for weight in weights_of(model)]
+    if model is not None and sum(tensor.numel() * tensor.element_size() for tensor in tensors) < _LARGE:
+        return
     release_freed()
-    if model is not None:
-        release_mapped(part for weight in weights_of(model) for part in plain_tensors(weight.tensor))
+    if mapped:
+        release_mapped(part for tensor in tensors for part in plain_tensors(tensor))
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
