@@ -15,8 +15,7 @@ from torch.export import ExportedProgram
 
 from intarsia.capture.output_objects import kept_open
 from intarsia.errors import LoweringError
-from intarsia.lower import fourier  # noqa: F401  (registers its rules)
-from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
+from intarsia.lower.complex import cancel_views, has_complex
 from intarsia.lower.decompositions import (
     Decomposition,
     composite_names,
@@ -24,10 +23,11 @@ from intarsia.lower.decompositions import (
     decomposition_table,
     registered_decompositions,
 )
+from intarsia.lower.fourier import COMPLEX_AND_FOURIER
 from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered, note_replaced
 from intarsia.lower.passes import run_passes
-from intarsia.lower.purity import alias_of, may_copy, written_arguments
+from intarsia.lower.purity import alias_of, may_copy, updates_statistics, written_arguments
 from intarsia.lower.result_memory import output_layouts, output_views
 from intarsia.lower.unlift import unlift
 from intarsia.plain_tensors import is_traceable_subclass
@@ -50,7 +50,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     table = composites_of(program.graph, has_converter) | decomposition_table(has_converter)
     complex_values = has_complex(program.graph)
     if complex_values:
-        table.update({**COMPLEX_DECOMPOSITIONS, **registered_decompositions()})
+        table.update({**COMPLEX_AND_FOURIER, **registered_decompositions()})
     _free_views(program.graph)
 
     def needs_work(node: fx.Node) -> bool:
@@ -84,10 +84,6 @@ def _free_views(graph: fx.Graph) -> None:
             node.target = aten.reshape.default
 
 
-# Composite operators that write to running statistics, which their schema does not say.
-_TRAINING_FLAG = {aten.batch_norm.default: 5, aten.instance_norm.default: 5}
-
-
 def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
     if node.op != "call_function":
         return False
@@ -101,8 +97,7 @@ def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
         return False  # its rule in torch's table gives the same node
     if target._schema.is_mutable or target in table:
         return True
-    flag = _TRAINING_FLAG.get(target)
-    return flag is not None and node.args[flag] is True
+    return bool(updates_statistics(node))
 
 
 def inline_grad_modes(module: fx.GraphModule) -> None:
