@@ -36,7 +36,7 @@ LONG = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.D
 CALM = 2.0**36
 # Beyond this the next layer might overflow.
 HIGH = 2.0**120
-HIGHISH = 2.0**80
+HIGHISH = 2.0**80  # the square of this overflows
 _HANDED_ON = KEEPS_VALUES | {"Cast"}
 # Kernels that read or write wherever an index points; of integers in a line, OpenVINO's Gather does, too.
 _UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
