@@ -9,12 +9,18 @@ from difflib import get_close_matches
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent)
+_CALLS = "torch.nn.modules.module"
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn the user at the innermost line of the call stack that is not in this package."""
+    """Warn the user at the innermost line of the call stack that is not in this package.
+
+    A module is called through `nn.Module.__call__`, which is not the user's line either.
+    """
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_globals.get("__name__") == _CALLS
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

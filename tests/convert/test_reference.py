@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from intarsia.convert.evaluators import EVALUATORS
 from intarsia.convert.registry import registry
-from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS
+from intarsia.lower.fourier import COMPLEX_AND_FOURIER
 
 
 def test_the_list_is_whole() -> None:
@@ -54,7 +54,7 @@ def core_operators() -> list[torch._ops.OpOverload]:
 @pytest.mark.parametrize("overload", core_operators(), ids=str)
 def test_core_aten_is_converted(overload: torch._ops.OpOverload) -> None:
     reason = CORE_REASONS.get(str(overload))
-    spelled_out = overload in COMPLEX_DECOMPOSITIONS and overload not in registry
+    spelled_out = overload in COMPLEX_AND_FOURIER and overload not in registry
     assert overload in registry or overload in EVALUATORS or spelled_out or reason is not None
 
 

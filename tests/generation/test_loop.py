@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -102,6 +102,31 @@ def test_what_is_not_known_is_left_to_transformers(made: Generation, asked: dict
     expected = made.model.generate(ids, max_new_tokens=6, do_sample=False, **asked)
     made.enable()
     assert torch.equal(found, expected)
+
+
+def _train(made: Generation) -> None:
+    made.model.train()
+
+
+def _write(made: Generation) -> None:
+    with torch.no_grad():
+        made.model.lm_head.weight.mul_(-1)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in PyTorch for this call")
+@pytest.mark.parametrize("change", [_train, _write, None], ids=str)
+def test_tokens_of_a_model_that_was_changed_are_its_own(change: Callable[[Generation], None] | None) -> None:
+    """All of them: if the model's own forward computes the first token, programs compute no others."""
+    with intarsia.compile_generation(tiny("llama"), max_length=40, engines="pytorch") as made:
+        made.forward.loop = LoopedGenerate(made.forward)
+        made.forward.put()
+        ids = torch.tensor([[5, 9, 7]])
+        before = made.forward.runs["token"]
+        if change is not None:
+            change(made)
+        with torch.autocast("cpu", torch.bfloat16, enabled=change is None):
+            made.model.generate(ids, max_new_tokens=6, do_sample=False)
+        assert made.forward.runs["token"] == before
 
 
 def test_restored_the_model_has_its_own_generate() -> None:

@@ -141,7 +141,7 @@ def optimizers(folder):
 
 
 def norms():
-    """Ranks whose gradients have different dtypes, or none, clip by one norm."""
+    """Ranks whose gradients have different dtypes or layouts, or none, clip by one norm."""
     model = layers().double()
     for parameter in (*model.a.parameters(), *model.b.parameters()):
         parameter.requires_grad_(False)
@@ -170,26 +170,41 @@ def norms():
     norm = pipe.clip_grad_norm_(0.01)
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=1e-2, atol=0)
+
+    sparse, plain = (
+        nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.ReLU(), nn.Linear(4, 3))
+        for sparse in (True, False)
+    )
+    plain.load_state_dict(sparse.state_dict())
+    x, target = torch.tensor([[1, 2], [2, 5], [0, 1], [8, 8]]), torch.ones(4, 2, 3)
+    pipe = split(sparse, (x,), cuts=["2"]).distributed("1F1B", 2, loss_fn=F.mse_loss)
+    pipe.step(x, target=target)
+    F.mse_loss(plain(x), target).backward()
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+    gradients = dict(plain.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad.to_dense(), gradients[name].grad)
     print("norms ok", flush=True)
 
 
 def overflows():
     """An overflow is skipped by all ranks, whatever the layout; a rank that learns nothing has no scaler."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3))
-    model = model.to(memory_format=torch.channels_last)
-    x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
-    stages = split(model, (x,), cuts=["2"])
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    pipe = stages.distributed("1F1B", 2, loss_fn=F.mse_loss, scaler=scaler)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    scales = []
-    for value in (0.0, float("inf")):
-        pipe.zero_grad()
-        pipe.step(x, target=torch.full((4, 5, 4, 4), value))
-        scaler.unscale_(optimizer), scaler.step(optimizer), scaler.update()
-        scales.append(scaler.get_scale())
-    assert scales == [8.0, 4.0]
+    images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3))
+    images = images.to(memory_format=torch.channels_last)
+    image = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    tokens = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.ReLU(), nn.Linear(4, 3))
+    for model, x in ((images, image), (tokens, torch.tensor([[1, 2], [2, 5], [0, 1], [8, 8]]))):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        pipe = split(model, (x,), cuts=["2"]).distributed("1F1B", 2, loss_fn=F.mse_loss, scaler=scaler)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        scales = []
+        for value in (0.0, float("inf")):
+            pipe.zero_grad()
+            pipe.step(x, target=torch.full_like(model(x), value))
+            scaler.unscale_(optimizer), scaler.step(optimizer), scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == [8.0, 4.0]
 
     for frozen in ("ab", "cd"):
         model = layers()

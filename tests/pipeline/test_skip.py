@@ -1,28 +1,18 @@
-"""Skip connections: declaring, pairing, portals and their lives."""
+"""Skip connections: declaring, pairing, and their way past the stages between."""
 
 from __future__ import annotations
 
 import copy
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from intarsia.pipeline import GPipe, is_checkpointing, is_recomputing
-from intarsia.pipeline.gpipe.checkpoint import enable_checkpointing, enable_recomputing
-from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.portal import (
-    Portal,
-    PortalBlue,
-    PortalCopy,
-    PortalOrange,
-    SkipTrackerThroughPortals,
-    SkipTrackerThroughPotals,
-)
+from intarsia.pipeline import GPipe
 from intarsia.pipeline.gpipe.skip import (
     Namespace,
-    SkipLayout,
     SkipTracker,
     current_skip_tracker,
     inspect_skip_layout,
@@ -32,7 +22,6 @@ from intarsia.pipeline.gpipe.skip import (
     use_skip_tracker,
     verify_skippables,
 )
-from intarsia.pipeline.gpipe.stream import fork, join
 
 
 def stasher(*names, value=lambda x: x):
@@ -169,24 +158,21 @@ def test_verify():
 def test_layout():
     a, b = Namespace(), Namespace()
 
-    def policy(*stages):
-        partitions = [nn.Sequential(*layers) for layers in stages]
-        layout = inspect_skip_layout(partitions)
-        return [list(layout.copy_policy(j)) for j in range(len(partitions))]
+    def taken(*stages):
+        layout = inspect_skip_layout([nn.Sequential(*layers) for layers in stages])
+        for j, stage in enumerate(layout):
+            assert all(layout[k].takes[key] == j for key, k in stage.gives.items())
+        return [stage.takes for stage in layout]
 
-    rest = nn.Identity()
-    assert policy([rest], [rest]) == [[], []]
-    assert policy([stasher("x"), popper("x")], [rest]) == [[], []]
-    assert policy([stasher("x")], [popper("x")]) == [[], [(0, None, "x")]]
-    assert policy([stasher("x")], [rest], [popper("x")]) == [[], [], [(0, None, "x")]]
-    assert policy([stasher("x")], [stasher("y")], [popper("y"), popper("x")]) == [
-        [],
-        [],
-        [(0, None, "x"), (1, None, "y")],
-    ]
-    assert policy(
+    rest, x, y = nn.Identity(), (None, "x"), (None, "y")
+    assert taken([rest], [rest]) == [{}, {}]
+    assert taken([stasher("x"), popper("x")], [rest]) == [{}, {}]
+    assert taken([stasher("x")], [popper("x")]) == [{}, {x: 0}]
+    assert taken([stasher("x")], [rest], [popper("x")]) == [{}, {}, {x: 0}]
+    assert taken([stasher("x")], [stasher("y")], [popper("y"), popper("x")]) == [{}, {}, {x: 0, y: 1}]
+    assert taken(
         [stasher("x").isolate(a)], [stasher("x").isolate(b)], [popper("x").isolate(b), popper("x").isolate(a)]
-    ) == [[], [], [(0, a, "x"), (1, b, "x")]]
+    ) == [{}, {}, {(a, "x"): 0, (b, "x"): 1}]
 
 
 def test_trackers_are_per_thread():
@@ -197,139 +183,12 @@ def test_trackers_are_per_thread():
     assert type(here) is SkipTracker and here is current_skip_tracker() and there[0] is not here
 
 
-def through_portals(routes):
-    return SkipTrackerThroughPortals(SkipLayout(2, {(None, name): route for name, route in routes.items()}))
-
-
-def test_portals_only_where_a_skip_leaves_its_stage():
-    assert SkipTrackerThroughPotals is SkipTrackerThroughPortals
-    tracker = through_portals({"far": (0, 1), "near": (0, 0)})
-    batch = Batch(torch.tensor([1.0]))
-    tracker.save(batch, None, "far", torch.tensor([2.0]))
-    tracker.save(batch, None, "near", torch.tensor([2.0]))
-    assert list(tracker.portals) == [(None, "far")] and list(tracker.tensors) == [(None, "near")]
-    portal = tracker.portals[(None, "far")]
-    tracker.save(batch, None, "far", torch.tensor([3.0]))
-    assert tracker.portals[(None, "far")] is portal
-
-
-def test_lives_of_a_portal():
-    tracker = through_portals({"x": (0, 1)})
-    batch = Batch(torch.tensor([1.0]))
-
-    def life():
-        return tracker.portals[(None, "x")].tensor_life
-
-    tracker.save(batch, None, "x", torch.tensor([2.0]))
-    assert life() == 1
-    tracker.load(batch, None, "x")
-    assert life() == 0
-
-    tracker = through_portals({"x": (0, 1)})
-    with enable_checkpointing():
-        tracker.save(batch, None, "x", torch.tensor([2.0]))
-        assert life() == 2
-        tracker.load(batch, None, "x")
-        assert life() == 1
-    with enable_recomputing():
-        tracker.load(batch, None, "x")
-        assert life() == 0
-        tracker.save(batch, None, "x", torch.tensor([2.0]))
-        assert life() == 0
-
-
-def test_blue_and_orange_carry_gradients():
-    one = torch.rand(1, requires_grad=True)
-    two = torch.rand(1, requires_grad=True)
-    portal = Portal(one, tensor_life=2)
-    main = join(two, portal.blue())
-    main, phony = fork(main)
-    (main * 3 + portal.orange(phony) * 2).backward()
-    assert one.grad.item() == 2 and two.grad.item() == 3
-
-
-@pytest.mark.parametrize("life", [1, 2, 3, 4])
-def test_a_portal_lets_go(life):
-    tensor = torch.rand(1, requires_grad=True)
-    portal = Portal(tensor, life)
-    assert portal.tensor is tensor
-    phony = portal.blue()
-    for _ in range(life - 1):
-        assert portal.orange(phony).data_ptr() == tensor.data_ptr()
-    assert portal.tensor is None
-    with pytest.raises(RuntimeError):
-        portal.check_tensor_life()
-    portal.put_tensor(tensor, 1)
-    portal.blue()
-    assert portal.tensor is None
-    assert Portal(tensor, 0).tensor is None
-
-
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_no_tensor_stays_in_a_portal(train, checkpoint):
-    checked = []
-
-    def life_is(life, tracker=None):
-        (portal,) = (tracker or current_skip_tracker()).portals.values()
-        assert portal.tensor_life == life
-        assert (portal.tensor is None) == (life == 0)
-        checked.append(life)
-
-    class Watch(nn.Module):
-        class F(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                ctx.tracker = current_skip_tracker()
-                return x.detach()
-
-            @staticmethod
-            def backward(ctx, grad):
-                life_is(0, ctx.tracker)
-                return grad
-
-        def forward(self, x):
-            return self.F.apply(x)
-
-    source, destination = stasher("x"), popper("x")
-    source.register_forward_hook(
-        lambda *_: life_is(2 if is_checkpointing() else 0 if is_recomputing() else 1)
-    )
-    destination.register_forward_hook(lambda *_: life_is(1 if is_checkpointing() else 0))
-    model = GPipe(
-        nn.Sequential(Watch(), source, destination),
-        [2, 1],
-        devices=["cpu"] * 2,
-        chunks=2,
-        checkpoint=checkpoint,
-    )
-    x = torch.rand(10, requires_grad=True)
-    if train:
-        model(x).norm().backward()
-        assert torch.is_tensor(x.grad)
-    else:
-        model.eval()
-        with torch.no_grad():
-            model(x)
-    assert len(checked) >= 4
-
-
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_skip_may_be_none(checkpoint):
     layers = nn.Sequential(stasher("none", value=lambda x: None), popper("none"))
     model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=5, checkpoint=checkpoint)
     x = torch.rand(10, requires_grad=True)
-    output = model(x)
-    todo, seen = [output.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            assert not isinstance(
-                node, tuple(f._backward_cls for f in (PortalBlue, PortalCopy, PortalOrange))
-            )
-            todo += [following for following, _ in node.next_functions]
-    output.sum().backward()
+    model(x).sum().backward()
     assert x.grad.mean().item() == 2
 
 
@@ -350,18 +209,89 @@ def test_one_to_three(balance, checkpoint):
     torch.testing.assert_close(plain[1].weight.grad, model[1].weight.grad)
 
 
-def test_no_portals_without_a_pipeline(monkeypatch):
-    monkeypatch.setattr(Portal, "__init__", None)
-    x = torch.rand(4, requires_grad=True)
-    nn.Sequential(stasher("x"), popper("x"))(x).norm().backward()
-    assert x.grad is not None
+MODES = ["always", "except_last", "never"]
 
 
-def test_a_skip_without_a_carrier_is_refused():
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_no_skip_stays_alive(checkpoint):
+    alive = []
+
+    def value(x):
+        alive.append(weakref.ref(skip := x * 3))
+        return skip
+
+    model = GPipe(
+        nn.Sequential(stasher("x", value=value), nn.Linear(2, 2), popper("x")),
+        [1, 1, 1],
+        devices=["cpu"] * 3,
+        chunks=3,
+        checkpoint=checkpoint,
+    )
+    output = model(torch.rand(6, 2))
+    output.sum().backward()
+    del output
+    assert len(alive) >= 3 and not any(reference() is not None for reference in alive)
+
+
+def test_a_skip_passes_a_stage_without_floats():
     class Numbers(nn.Module):
         def forward(self, x):
             return x.long()
 
-    layers = nn.Sequential(stasher("x"), Numbers(), popper("x"))
-    with pytest.raises(TypeError, match="'x' cannot pass"):
-        GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=2)(torch.rand(4, requires_grad=True))
+    plain = nn.Sequential(stasher("x"), Numbers(), popper("x"))
+    x = torch.rand(4, requires_grad=True)
+    for checkpoint in MODES:
+        x.grad = None
+        model = GPipe(plain, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+        output = model(x)
+        torch.testing.assert_close(output, plain(x))
+        output.sum().backward()
+        assert x.grad.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_popped_skip_may_be_changed_in_place(checkpoint, concurrent):
+    @skippable(pop=["x"])
+    class Change(nn.Module):
+        def forward(self, x):
+            skip = yield pop("x")
+            return x * skip.mul_(2)
+
+    plain = nn.Sequential(stasher("x", value=lambda x: x * 1), nn.Linear(2, 2), Change())
+    model = GPipe(
+        copy.deepcopy(plain),
+        [1, 1, 1],
+        devices=["cpu"] * 3,
+        chunks=3,
+        checkpoint=checkpoint,
+        concurrent_backward=concurrent,
+    )
+    for _ in range(2):
+        a = torch.rand(6, 2, requires_grad=True)
+        b = a.detach().clone().requires_grad_()
+        expected, actual = plain(a), model(b)
+        torch.testing.assert_close(expected, actual)
+        expected.sum().backward()
+        actual.sum().backward()
+        torch.testing.assert_close(a.grad, b.grad)
+        torch.testing.assert_close(plain[1].weight.grad, model[1].weight.grad)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_skip_that_the_loss_does_not_use(checkpoint):
+    @skippable(pop=["x"])
+    class Leave(nn.Module):
+        def forward(self, x):
+            skip = yield pop("x")
+            return x, skip
+
+    plain = nn.Sequential(stasher("x"), nn.Linear(2, 2), Leave())
+    model = GPipe(
+        plain, [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint, concurrent_backward=True
+    )
+    for used in (0, 1):
+        x = torch.rand(4, 2, requires_grad=True)
+        (expected,) = torch.autograd.grad(plain(x)[used].sum(), x)
+        model(x)[used].sum().backward()
+        torch.testing.assert_close(x.grad, expected)

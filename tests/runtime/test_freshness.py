@@ -208,6 +208,28 @@ def test_a_model_that_is_built_otherwise_is_told_once(
         assert torch.equal(fast(X), before)
 
 
+class _Adapted(nn.Linear):
+    """A layer with an adapter. The names of its switches are those of peft."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.adapters = nn.ModuleDict({"default": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
+        self._disable_adapters, self._active_adapter = False, ["default"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = [] if self._disable_adapters else [self.adapters[name](x) for name in self._active_adapter]
+        return sum(added, super().forward(x))
+
+
+@pytest.mark.parametrize(("name", "value"), [("_disable_adapters", True), ("_active_adapter", ["other"])])
+def test_a_switch_of_an_adapter_is_noticed(name: str, value: object) -> None:
+    model = nn.Sequential(_Adapted(), nn.ReLU()).eval()
+    fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1)
+    setattr(model[0], name, value)
+    with pytest.warns(UserWarning, match=f"0.{name} has another value than when it was compiled"):
+        _ = [fast(X) for _ in range(TURNS)]
+
+
 def test_one_of_many_modules_replaced_is_told_within_eight_calls() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(50))).eval()
     fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1, verify=False)

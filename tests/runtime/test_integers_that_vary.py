@@ -102,6 +102,15 @@ def test_a_flag_stays_on_its_side() -> None:
         fast(X, 8)
 
 
+def test_a_float_is_the_one_that_was_compiled() -> None:
+    """A quotient by -0.0 is not one by 0.0. NaN may be another object, as after loading."""
+    for value, other in ((0.0, -0.0), (math.nan, 0.0)):
+        fast = intarsia.compile(Uses(NUMBERS["quotient"]).eval(), (X, value), engines="pytorch")
+        fast(X, float(str(value)))
+        with pytest.raises(InputError, match=f"input n is {other}; compiled for {value}"):
+            fast(X, other)
+
+
 def test_booleans_and_models_without_verification_stay() -> None:
     _, fast = compiled(lambda y, n: y * 2 if n else y, True)
     with pytest.raises(InputError, match="input n is False; compiled for True"):

@@ -83,6 +83,23 @@ def test_parts_run_in_pytorch_where_they_are_transformed() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("assign", [False, True])
+def test_parts_run_in_pytorch_with_weights_set_by_name(assign: bool) -> None:
+    """For that call, or from then on: the programs have the weights that were compiled."""
+    model = _Steps().eval()
+    weights = {name: 2 * weight for name, weight in model.named_parameters()}
+    expected = torch.func.functional_call(model, weights, (X,))
+    fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1)
+    others = {f"model.{name}": weight for name, weight in weights.items()}
+    if assign:
+        fast.load_state_dict(others, assign=True)
+    with pytest.warns(UserWarning, match=r"layers runs in PyTorch for this call: 0\.weight.* was replaced"):
+        answer = fast(X) if assign else torch.func.functional_call(fast, others, (X,))
+    torch.testing.assert_close(answer, expected)
+    torch.testing.assert_close(fast(X), expected if assign else model(X), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
 def test_tuned_modules_run_in_pytorch_where_they_are_transformed() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
     expected = torch.func.vmap(model)(torch.stack([X, 2 * X]))

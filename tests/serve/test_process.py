@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from tests.serve.harness import post, scores
+import torch
+from tests.serve.harness import Slow, post, scores
 from tests.serve.test_http import RAW, request, right
 from torch import nn
 
 import intarsia
+from intarsia.serve import server
 from intarsia.serve.__main__ import main
 
 pytestmark = pytest.mark.slow
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.slow
 # What a container starts, and first which modules that has imported.
 MAIN = """
 import sys
+from intarsia.serve import server
 from intarsia.serve.__main__ import main
 unwanted = ("intarsia.convert", "intarsia.rewrite", "intarsia.build", "typer", "transformers")
 print("unwanted:", [name for name in unwanted if name in sys.modules], flush=True)
@@ -45,9 +48,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
 
 
 @contextmanager
-def process(path: Path, *options: str, code: str = MAIN) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def process(
+    path: Path, *options: str, code: str = MAIN, group: bool = False
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
     command = [sys.executable, "-c", code, str(path), "--port", "0", *options]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=group)
     try:
         assert running.stdout is not None
         assert running.stdout.readline() == "unwanted: []\n"
@@ -162,10 +168,45 @@ def test_a_file_that_is_none_of_ours(
         assert said in capsys.readouterr().err
 
 
+def test_a_start_that_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "load_interface", interrupted)
+    monkeypatch.setattr(sys, "argv", ["serve", "x.intarsia"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.full
+def test_interrupted_workers_answer_their_requests(tmp_path: Path) -> None:
+    """One worker has a request, the other none. A terminal sends SIGINT to all of them."""
+    x = torch.eye(1500)
+    intarsia.save(intarsia.compile(Slow().eval(), (x,), engines="pytorch"), tmp_path / "slow.intarsia")
+    with process(tmp_path / "slow.intarsia", "--workers", "2", group=True) as (running, port):
+        statuses: list[int] = []
+
+        def ask() -> None:
+            connection = HTTPConnection("127.0.0.1", port, timeout=60)
+            statuses.append(post(connection, safetensors.torch.save({"x": x}), RAW).status)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(1.0)
+        os.killpg(running.pid, signal.SIGINT)
+        asking.join()
+        assert running.wait(60) == 0 and statuses == [200]
+        assert running.stderr is not None and running.stderr.read() == ""
+
+
 @pytest.mark.full
 def test_a_call_that_never_ends_does_not_keep_the_process(saved: tuple[nn.Module, Path]) -> None:
     hangs = MAIN.replace("main()\n", "from intarsia.serve.interface import Interface\n") + (
-        "import time\nmain.__globals__['serve'].__globals__['_warm'] = lambda interface: setattr(\n"
+        "import time\nserver._warm = lambda interface: setattr(\n"
         "    Interface, 'run', lambda *_: time.sleep(1000))\nmain()\n"
     )
     with process(saved[1], "--stop-s", "1", "--linger-s", "0", code=hangs) as (running, port):

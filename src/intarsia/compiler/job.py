@@ -159,7 +159,7 @@ class CompileJob:
 
     def _run(self) -> Compiled:
         captured = self.capture()
-        release_memory(None)  # what a layer unpacks of its weights, many times as large
+        release_memory(self._module, mapped=False)  # what layers unpack of their weights
         graph = self.lower(captured)
         release_memory(self._module)
         cache = self.cache_entry(graph)

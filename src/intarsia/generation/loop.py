@@ -224,7 +224,8 @@ class LoopedGenerate:
         others = [
             name for name, value in model_kwargs.items() if name not in _MODEL_ARGUMENTS and value is not None
         ]
-        if choice is None or not fits or cache is None or others:
+        # The first token would be the model's own, such as in training, and all others the programs'.
+        if choice is None or not fits or cache is None or others or not self.forward.uses_programs():
             return own(input_ids, stopping_criteria)
         if not self._lock.acquire(blocking=False):  # another thread uses the graph's memory
             return own(input_ids, stopping_criteria)

@@ -160,7 +160,11 @@ def _real_to_complex(x: Tensor, *, dtype: torch.dtype | None = None, **rest: Any
     return paired(real, torch.zeros_like(real))
 
 
-COMPLEX_DECOMPOSITIONS[aten._fft_c2c.default] = _c2c
-COMPLEX_DECOMPOSITIONS[aten._fft_r2c.default] = _r2c
-COMPLEX_DECOMPOSITIONS[aten._fft_c2r.default] = _c2r
-COMPLEX_DECOMPOSITIONS[aten._to_copy.default] = _real_to_complex
+# Every rule for complex tensors.
+COMPLEX_AND_FOURIER = {
+    **COMPLEX_DECOMPOSITIONS,
+    aten._fft_c2c.default: _c2c,
+    aten._fft_r2c.default: _r2c,
+    aten._fft_c2r.default: _c2r,
+    aten._to_copy.default: _real_to_complex,
+}

@@ -15,8 +15,7 @@ from torch.export import ExportedProgram
 
 from intarsia.capture.output_objects import kept_open
 from intarsia.errors import LoweringError
-from intarsia.lower import fourier  # noqa: F401  (registers its rules)
-from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
+from intarsia.lower.complex import cancel_views, has_complex
 from intarsia.lower.decompositions import (
     Decomposition,
     composite_names,
@@ -24,6 +23,7 @@ from intarsia.lower.decompositions import (
     decomposition_table,
     registered_decompositions,
 )
+from intarsia.lower.fourier import COMPLEX_AND_FOURIER
 from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered, note_replaced
 from intarsia.lower.passes import run_passes
@@ -50,7 +50,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     table = composites_of(program.graph, has_converter) | decomposition_table(has_converter)
     complex_values = has_complex(program.graph)
     if complex_values:
-        table.update({**COMPLEX_DECOMPOSITIONS, **registered_decompositions()})
+        table.update({**COMPLEX_AND_FOURIER, **registered_decompositions()})
     _free_views(program.graph)
 
     def needs_work(node: fx.Node) -> bool:

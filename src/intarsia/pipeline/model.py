@@ -13,8 +13,8 @@ from torch.export import Dim
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.gpipe.gpipe import GPipe
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import CallSignature, TensorSpec, longer
-from intarsia.pipeline.stages.stage import DeferredCount, DeferredNode, Stage, StageForm, defer_statistics
+from intarsia.pipeline.stages.signature import CallSignature, TensorSpec, from_front, longer
+from intarsia.pipeline.stages.stage import Deferred, Stage, StageForm, defer_statistics
 from intarsia.pipeline.stages.tied import Borrowed, place_stages
 from intarsia.pipeline.stages.tree_stage import CompiledStage
 from intarsia.pipeline.stages.weights import Weights, load_stages
@@ -36,9 +36,7 @@ class Pipelined(StageSequence):
         stages.check_memory()
         _check(stages, chunks, options)
         rest = dict(options)
-        self.deferred: list[DeferredNode | DeferredCount] = defer_statistics(
-            stages, rest.pop("deferred_batch_norm", False)
-        )
+        self.deferred: list[Deferred] = defer_statistics(stages, rest.pop("deferred_batch_norm", False))
         devices = [torch.device(d) for d in rest.pop("devices", ["cpu"] * len(stages))]
         if len(devices) != len(stages):
             raise PartitionError(f"{len(stages)} stages need as many devices, not {len(devices)}")
@@ -49,9 +47,7 @@ class Pipelined(StageSequence):
         steps[0].entering = tuple(
             0 if spec.shape == () else signature.axis(spec) for spec in signature.tensors
         )
-        steps[-1].leaving = tuple(
-            signature.axis(spec) or 0 for spec in signature.outputs if isinstance(spec, TensorSpec)
-        )
+        steps[-1].leaving = tuple(signature.axis(spec) or 0 for spec in signature.results)
         line = nn.Sequential(*steps).train(stages.training)
         engine = GPipe(line, [1] * len(steps), devices=devices, chunks=chunks, **rest)
         # Not registered: it has the same stages, and `state_dict` has the plain model's names.
@@ -63,13 +59,12 @@ class Pipelined(StageSequence):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, computed in micro-batches."""
         tensors: Sequence[torch.Tensor] = self.signature.flatten(args, kwargs)
-        axes = [self.signature.axis(s) for s in self.signature.tensors]
-        samples = next((t.shape[axis] for t, axis in zip(tensors, axes, strict=True) if axis is not None), 1)
-        missing = self.signature.least - samples
-        if samples and missing > 0 and self._may_pad:
-            tensors = [longer(t, axis, missing) for t, axis in zip(tensors, axes, strict=True)]
-        size = samples + max(0, missing) if self._may_pad and samples else samples
-        sizes = chunk_sizes(size, self.chunks, self.signature.least)
+        axes, samples = self.signature.tensor_axes, self.signature.samples(tensors)
+        size, least = samples, self.signature.least
+        if 0 < samples < least and not self.why_not_padded:
+            size = least
+            tensors = [longer(t, axis, least - samples) for t, axis in zip(tensors, axes, strict=True)]
+        sizes = chunk_sizes(size, self.chunks, least)
         self._check_lengths(tensors, sizes)
         parts = [
             t if t.ndim == 0 else t.movedim(a, 0) if a is not None else t.unsqueeze(0).expand(size, *t.shape)
@@ -82,10 +77,8 @@ class Pipelined(StageSequence):
         results = self.engine(tuple(parts), sizes or None)
         if size > samples:
             results = tuple(m.narrow(0, 0, samples) for m in results)
-        specs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
-        return self.signature.unflatten(
-            [m.movedim(0, self.signature.axis(s) or 0) for m, s in zip(results, specs, strict=True)]
-        )
+        axes = [self.signature.axis(spec) or 0 for spec in self.signature.results]
+        return self.signature.unflatten([m.movedim(0, a) for m, a in zip(results, axes, strict=True)])
 
     def train(self, mode: bool = True) -> Pipelined:
         """Set the mode of the stages and of the engine."""
@@ -94,14 +87,8 @@ class Pipelined(StageSequence):
             self.engine.train(mode)
         return self
 
-    @property
-    def _may_pad(self) -> bool:
-        """Whether a short batch may be padded with copies of a sample; statistics would count the copies."""
-        outputs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
-        return not any(stage.writes for stage in self) and all(map(self.signature.splits, outputs))
-
     def _check_lengths(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
-        axes = [self.signature.axis(s) for s in self.signature.tensors]
+        axes = self.signature.tensor_axes
         columns = [
             torch.split(t, list(sizes), axis) if axis is not None and sizes else (t,) * max(1, len(sizes))
             for t, axis in zip(tensors, axes, strict=True)
@@ -148,8 +135,7 @@ class _Spread(nn.Module):
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The stage's outputs for one micro-batch."""
         if self.entering:
-            pairs = zip(values, self.entering, strict=True)
-            values = tuple(v[0] if axis is None else v.movedim(0, axis) if axis else v for v, axis in pairs)
+            values = from_front(values, self.entering)
         outputs: tuple[Any, ...] = self.stage(*values)
         if any(self.leaving):
             outputs = tuple(v.movedim(a, 0) for v, a in zip(outputs, self.leaving, strict=True))
@@ -162,8 +148,8 @@ def _check(stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> No
     if chunks == 1:
         return
     stages.signature.check_divisible()
-    for spec in stages.signature.outputs:
-        if isinstance(spec, TensorSpec) and not stages.signature.splits(spec):
+    for spec in stages.signature.results:
+        if not stages.signature.splits(spec):
             raise PartitionError(
                 f"output {spec} has no batch dimension in front, so micro-batches cannot be"
                 " joined; return the tensors from which it is computed"
@@ -201,9 +187,7 @@ def _one_sample_more(stages: StageSequence, values: Sequence[Any]) -> list[Seque
     if all(isinstance(stage, Stage) for stage in stages):
         return []
     signature = stages.signature
-    grown: Sequence[Any] = [
-        longer(v, axis) for v, axis in zip(values, map(signature.axis, signature.tensors), strict=True)
-    ]
+    grown: Sequence[Any] = [longer(v, axis) for v, axis in zip(values, signature.tensor_axes, strict=True)]
     inputs = []
     with torch.no_grad():
         for stage in stages:

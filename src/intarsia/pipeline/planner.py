@@ -159,9 +159,10 @@ def plan_pipeline(
             return _on_cluster(captured, tensors, described, batch, names, microbatches, replicas)
         return _on_devices(captured, tensors, described, names, microbatches, memory, slack)
 
-    chosen = rank_zero(choose) if agree else choose()
-    stages = make_stages(model, captured, chosen.cuts, chosen.costs, "time")
-    return PipelinePlan(chosen.candidates[0], chosen.candidates, chosen.refused, described, stages)
+    layers, candidates, refused = rank_zero(choose) if agree else choose()
+    cuts = [layers.places[cut - 1] for cut in candidates[0].cuts]
+    stages = make_stages(model, captured, cuts, layers.costs, "time")
+    return PipelinePlan(candidates[0], tuple(candidates), refused, described, stages)
 
 
 def measure(
@@ -189,16 +190,6 @@ def measure(
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """The result of a search. Its cuts are places of the graph."""
-
-    candidates: tuple[Candidate, ...]
-    refused: int
-    cuts: tuple[int, ...]
-    costs: tuple[Cost, ...]  # by node, at the example's batch
-
-
-@dataclass(frozen=True)
 class _Layers:
     """A model as a line of layers: their costs, and the places where it may be cut."""
 
@@ -207,10 +198,8 @@ class _Layers:
     prices: tuple[float, ...]  # of a cut at each place
     costs: tuple[Cost, ...]  # by node, at the example's batch
 
-    def choice(self, candidates: Sequence[Candidate], refused: int = 0) -> _Choice:
-        """The choice of the first candidate."""
-        cuts = tuple(self.places[c - 1] for c in candidates[0].cuts)
-        return _Choice(tuple(candidates), refused, cuts, self.costs)
+
+_Choice = tuple[_Layers, list[Candidate], int]  # the candidates, fastest first, and how many do not fit
 
 
 def _on_cluster(
@@ -223,14 +212,14 @@ def _on_cluster(
     replicas: Sequence[int] | None,
 ) -> _Choice:
     captured.signature.check_divisible()
-    example = _samples(captured, tensors)
+    example = captured.signature.samples(tensors)
     least, most = _range(captured, example)
     samples = example if batch is None else batch
     if samples < least:
         raise PartitionError(f"batch={samples} is less than the {least} samples that the model needs")
     layers = _layers(captured, tensors, sorted({least, example}), schedules)
     allowed = Allowed(least, most, schedules, microbatches, replicas)
-    return layers.choice(search(Space(layers.line, cluster, samples, allowed, WEIGHT_COPIES)))
+    return layers, search(Space(layers.line, cluster, samples, allowed, WEIGHT_COPIES)), 0
 
 
 def _on_devices(
@@ -243,7 +232,7 @@ def _on_devices(
     slack: float,
 ) -> _Choice:
     """Simulates all layouts for this number of devices: they are few, and the plan lists them."""
-    batch = _samples(captured, tensors)
+    batch = captured.signature.samples(tensors)
     least, most = _range(captured, batch)
     usual = [m for m in (1, 2, 4, 8, 16, 32) if m <= 4 * cluster.devices]
     counts = [m for m in microbatches or usual if batch % m == 0 and batch // m >= least]
@@ -270,13 +259,7 @@ def _on_devices(
         raise PartitionError(
             f"memory={memory} is too little: the smallest plan takes {leanest.memory} bytes ({leanest})"
         )
-    return layers.choice(fitting, len(tried) - len(fitting))
-
-
-def _samples(captured: Trace, tensors: Sequence[Tensor]) -> int:
-    """The number of samples in the example."""
-    axes = map(captured.signature.axis, captured.signature.tensors)
-    return next((t.shape[a] for t, a in zip(tensors, axes, strict=True) if a is not None), 1)
+    return layers, fitting, len(tried) - len(fitting)
 
 
 def _range(captured: Trace, example: int) -> tuple[int, int]:
@@ -289,14 +272,14 @@ def _layers(
     captured: Trace, tensors: Sequence[Tensor], sizes: Sequence[int], schedules: Sequence[str]
 ) -> _Layers:
     """The layers of the model, with costs measured at each micro-batch size in `sizes`."""
-    axes = [captured.signature.axis(s) for s in captured.signature.tensors]
+    axes = captured.signature.tensor_axes
     source = cost_source(captured)
     apart = any(SCHEDULES[name].splits_backward for name in schedules)
     runs = []
     for size in sizes:
         part = [t if a is None else t.narrow(a, 0, size) for t, a in zip(tensors, axes, strict=True)]
         runs.append((size, profile(captured, part, source=source, apart=apart)))
-    costs, example = runs[-1][1], _samples(captured, tensors)
+    costs, example = runs[-1][1], captured.signature.samples(tensors)
     prices = crossing_prices(captured)
     sums = list(accumulate((c.seconds for c in costs), initial=0.0))
     places = cheapest_places(captured.line.allowed, sums, prices, _MAX_LAYERS)

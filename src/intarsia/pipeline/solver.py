@@ -163,25 +163,22 @@ def balance_stages(
     bottleneck = problem.least_bottleneck()
     if bottleneck is None:
         raise ValueError(f"no balance of {n} layers over {stages} stages meets the memory caps and the pins")
-    cuts = problem.cheapest(bottleneck, lambda stage, starts, end: problem.times(stage, starts, end) ** 2)
+    cuts = problem.cheapest(bottleneck, lambda stage, starts, ends: problem.times(stage, starts, ends) ** 2)
+    assert cuts is not None
     return Solution([b - a for a, b in pairwise(cuts)], problem.stage_times(cuts))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Stage j holds the layers start..end-1. Every constraint is a lower bound of its start."""
+    """Stage j holds the layers start..end-1. Its constraints depend only on j, the start and the end."""
 
     costs: Vector  # sums of prefixes
     speeds: Vector
     cut_costs: Vector  # after layer i; 0 after the last
-    memory: Vector | None  # sums of prefixes
+    memory: Vector  # sums of prefixes
     caps: Vector
-    earliest: list[list[int]]  # by stage and end: the first start that the pins allow
+    earliest: Indices  # by stage and end: the first start that the pins allow
     forbidden: NDArray[np.bool_]  # by place: whether no cut may be there
-
-    @property
-    def layers(self) -> int:
-        return len(self.costs) - 1
 
     def times(self, stage: int, starts: Indices, ends: Indices) -> Vector:
         """The times of a stage, for pairs of starts and ends."""
@@ -195,80 +192,51 @@ class Problem:
         spans = enumerate(pairwise(np.array(cuts)))
         return [float(self.times(j, a, b)) for j, (a, b) in spans]
 
-    def least_starts(self, stage: int, cap: float) -> Indices:
-        """For every end, the first start that keeps the stage under the cap; the end if there is none."""
-        ends = np.arange(1, self.layers + 1)
-        guess = self.costs[ends] - (cap - self.cut_costs[ends - 1]) * self.speeds[stage]
-        starts = np.searchsorted(self.costs, guess)
-        starts = _exact_starts(starts, ends, lambda a, b: self.times(stage, a, b) <= cap)
-        if self.memory is not None:
-            memory, most = self.memory, self.caps[stage]
-            small = np.searchsorted(memory, memory[ends] - most)
-            small = _exact_starts(small, ends, lambda a, b: memory[b] - memory[a] <= most)
-            starts = np.maximum(starts, small)
-        return np.concatenate([[0], np.maximum(starts, np.array(self.earliest[stage])[1:])])
-
-    def reached(self, cap: float) -> list[NDArray[np.bool_]] | None:
-        """For every stage, where it may end if no stage is slower than the cap; None if there is none."""
-        reach = np.zeros(self.layers + 1, dtype=bool)
-        reach[0] = True
-        reached = [reach]
-        for stage in range(len(self.speeds)):
-            counts = np.concatenate([[0], np.cumsum(reach)])
-            starts = self.least_starts(stage, cap)
-            ends = np.arange(self.layers + 1)
-            reach = (counts[ends] > counts[np.minimum(starts, ends)]) & ~self.forbidden
-            reached.append(reach)
-        return reached if reach[-1] else None
+    def allows(self, stage: int, starts: Indices, ends: Indices, cap: float) -> NDArray[np.bool_]:
+        """Whether the stage may be there, and is not slower than the cap."""
+        allowed: NDArray[np.bool_] = (
+            (starts < ends)
+            & (starts >= self.earliest[stage][ends])
+            & ~self.forbidden[ends]
+            & (self.memory[ends] - self.memory[starts] <= self.caps[stage])
+            & (self.times(stage, starts, ends) <= cap)
+        )
+        return allowed
 
     def least_bottleneck(self) -> float | None:
-        """The least possible time of the slowest stage.
+        """The least possible time of the slowest stage; None if no cuts meet the constraints."""
+        cuts = self.cheapest(np.inf, self.times, np.maximum)
+        return None if cuts is None else max(self.stage_times(cuts))
 
-        A bisection down to adjacent floats; each success lowers the bound to a time that occurs.
+    def cheapest(self, cap: float, price: Price, join: np.ufunc = np.add) -> list[int] | None:
+        """The cuts with the least price, among those without a stage slower than the cap.
+
+        `price` takes a stage, its starts and its ends; `join` adds the prices, or takes the largest.
+        Of equal prices, the last start counts.
         """
-        low, high = -1.0, float(self.costs[-1] / self.speeds.min() + self.cut_costs.max())
-        if self.reached(high) is None:
-            return None
-        while low < (cap := (low + high) / 2) < high:
-            reached = self.reached(cap)
-            if reached is None:
-                low = cap
-            else:
-                high = self.realised(reached, cap)
-        return high
-
-    def realised(self, reached: list[NDArray[np.bool_]], cap: float) -> float:
-        """The time of the slowest stage in one balance under the cap."""
-        cuts = [self.layers]
-        for stage in range(len(self.speeds) - 1, -1, -1):
-            least = int(self.least_starts(stage, cap)[cuts[-1]])
-            cuts.append(least + int(reached[stage][least : cuts[-1]].argmax()))
-        return max(self.stage_times(cuts[::-1]))
-
-    def cheapest(self, cap: float, price: Callable[[int, Indices, Indices], Vector]) -> list[int]:
-        """The cuts with the least sum of prices, among those without a stage slower than the cap.
-
-        `price` takes a stage, its possible starts and its end. Of equal sums, the last start counts.
-        """
-        n, stages = self.layers, len(self.speeds)
-        best = np.full(n + 1, np.inf)
-        best[0] = 0.0
+        n, stages = len(self.costs) - 1, len(self.speeds)
+        starts = np.arange(n + 1)[:, None]
+        best = np.where(starts[:, 0] == 0, 0.0, np.inf)  # the least price of the stages so far, by their end
         chosen = np.zeros((stages, n + 1), dtype=np.int64)
         for stage in range(stages):
-            least = self.least_starts(stage, cap)
             following = np.full(n + 1, np.inf)
-            for end in np.flatnonzero(least < np.arange(n + 1)):
-                if self.forbidden[end]:
-                    continue
-                starts = np.arange(end - 1, least[end] - 1, -1)
-                total = best[starts] + price(stage, starts, np.array(end))
-                at = int(total.argmin())
-                chosen[stage, end], following[end] = starts[at], total[at]
+            for first in range(1, n + 1, _COLUMNS):
+                ends = np.arange(first, min(first + _COLUMNS, n + 1))
+                prices = join(best[:, None], price(stage, starts, ends))
+                prices = np.where(self.allows(stage, starts, ends, cap), prices, np.inf)
+                chosen[stage, ends] = n - prices[::-1].argmin(axis=0)
+                following[ends] = prices[chosen[stage, ends], ends - first]
             best = following
+        if best[n] == np.inf:
+            return None
         cuts = [n]
         for stage in range(stages - 1, -1, -1):
             cuts.append(int(chosen[stage, cuts[-1]]))
         return cuts[::-1]
+
+
+Price = Callable[[int, Indices, Indices], Vector]
+_COLUMNS = 256  # ends at a time, since a table of all starts and ends of a long line is large
 
 
 def balance_problem(
@@ -287,7 +255,7 @@ def balance_problem(
         _sums(costs, "costs", n),
         _per_stage(speeds, "speeds", stages, 1.0),
         np.append(_vector(cut_costs, "cut_costs", n - 1), 0.0),
-        None if memory is None else _sums(memory, "memory", n),
+        _sums(memory, "memory", n),
         _per_stage(memory_cap, "memory_cap", stages, np.inf),
         _earliest_starts(n, stages, pins),
         _forbidden_cuts(n, together),
@@ -295,18 +263,6 @@ def balance_problem(
     if memory is None and memory_cap is not None:
         raise ValueError("memory_cap needs the memory of each layer")
     return problem
-
-
-def _exact_starts(
-    starts: Indices, ends: Indices, fits: Callable[[Indices, Indices], NDArray[np.bool_]]
-) -> Indices:
-    """Starts corrected for rounding: the first start that fits, or the end."""
-    starts = np.minimum(starts, ends)
-    while (off := (starts < ends) & ~fits(starts, ends)).any():
-        starts = starts + off
-    while (off := (starts > 0) & fits(np.maximum(starts - 1, 0), ends)).any():
-        starts = starts - off
-    return starts
 
 
 def _vector(values: Sequence[float] | Vector | None, name: str, count: int) -> Vector:
@@ -321,7 +277,7 @@ def _vector(values: Sequence[float] | Vector | None, name: str, count: int) -> V
     return vector
 
 
-def _sums(values: Sequence[float] | Vector, name: str, count: int) -> Vector:
+def _sums(values: Sequence[float] | Vector | None, name: str, count: int) -> Vector:
     return np.concatenate([[0.0], np.cumsum(_vector(values, name, count))])
 
 
@@ -336,7 +292,7 @@ def _per_stage(values: float | Sequence[float] | None, name: str, stages: int, d
     return vector.astype(np.float64)
 
 
-def _earliest_starts(n: int, stages: int, pins: Mapping[int, int]) -> list[list[int]]:
+def _earliest_starts(n: int, stages: int, pins: Mapping[int, int]) -> Indices:
     for layer, stage in pins.items():
         if not (0 <= layer < n and 0 <= stage < stages):
             raise ValueError(f"layer {layer} cannot be pinned to stage {stage}: {n} layers, {stages} stages")
@@ -347,7 +303,7 @@ def _earliest_starts(n: int, stages: int, pins: Mapping[int, int]) -> list[list[
         for layer in range(n):
             starts.append(layer + 1 if pins.get(layer, stage) != stage else starts[-1])
         earliest.append(starts)
-    return earliest
+    return np.array(earliest)
 
 
 def _forbidden_cuts(n: int, together: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:

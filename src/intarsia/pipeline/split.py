@@ -302,7 +302,8 @@ def choose_cuts(
         raise PartitionError(f"no cut into {stages} stages fits the memory caps {caps}")
     prices = np.array([0.0, *crossing[1:]])[bounds]
     # Slightly more than the slack, since sums in another order differ in the last bits.
-    cuts = problem.cheapest(best * (1 + slack + 1e-9), lambda stage, starts, end: prices[starts])
+    cuts = problem.cheapest(best * (1 + slack + 1e-9), lambda stage, starts, ends: prices[starts])
+    assert cuts is not None
     return [int(bounds[cut]) for cut in cuts[1:-1]]
 
 

@@ -145,6 +145,8 @@ def with_defaults(
 def _is_same(value: Any, default: Any) -> bool:
     if value is default:
         return True
+    if type(value) is type(default) is float:
+        return repr(value) == repr(default)  # -0.0 equals 0.0, and NaN does not equal itself
     plain = (bool, int, float, str, bytes, tuple, torch.dtype, torch.device)
     return isinstance(default, plain) and type(value) is type(default) and bool(value == default)
 
@@ -237,10 +239,10 @@ def check_inputs(checks: tuple[Check, ...], flat: list[Any], ranges: Mapping[Any
 
 
 def _check_constant(check: ConstantCheck, value: Any) -> None:
-    same = value is check.value or (type(value) is type(check.value) and value == check.value)
-    if same:
+    is_alike = type(value) is type(check.value)
+    if _is_same(value, check.value) or (is_alike and type(value) is not float and value == check.value):
         return
-    varies = type(value) is type(check.value) is int
+    varies = is_alike and type(value) is int
     advice = "; to let it vary, compile with dynamic_shapes that has Dim.DYNAMIC for it" if varies else ""
     raise InputError(f"input {check.name} is {_shown(value)}; compiled for {check.value!r}{advice}")
 

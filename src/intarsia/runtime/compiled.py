@@ -25,7 +25,7 @@ from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Assembly, Inlay
 from intarsia.runtime.ownership import constants_of
 from intarsia.runtime.results import ResultPlan
-from intarsia.runtime.weights import FrozenModule, FrozenWeights
+from intarsia.runtime.weights import FrozenModule, FrozenWeights, asks_gradients, warn_of_gradients
 from intarsia.tracing import is_traced
 
 Run = Callable[[Sequence[Any]], list[Any]]  # from the graph's inputs to everything it returns, flat
@@ -302,6 +302,8 @@ class Compiled(FrozenModule):
             fit.weights.check()
         if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS) or is_traced():
             return super().__call__(*args, **kwargs)
+        if asks_gradients(args):
+            return super().__call__(*args)
         direct = fit.direct
         if direct is not None:
             try:
@@ -331,6 +333,7 @@ class Compiled(FrozenModule):
         """Run any call: nested, with names or sizes that vary. A wrong one raises InputError."""
         if torch.compiler.is_exporting():
             raise InputError(NOT_TRACED)
+        warn_of_gradients(args, kwargs)
         fit = self._fit
         if fit.eager is not None and not fit.stands:
             return _run_eagerly(fit.eager, args, kwargs)

@@ -16,7 +16,8 @@ from intarsia.errors import InputError
 from intarsia.graph.plan import Plan
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.freshness import Freshness, weights_of
-from intarsia.runtime.weights import FrozenModule, warn_of_change
+from intarsia.runtime.settings import Replacement
+from intarsia.runtime.weights import FrozenModule, warn_of_change, warn_of_gradients
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,26 @@ class PartsPlan:
         return "\n".join([f"Not captured as a whole, {what}; the rest runs as it is. {self.reason}", *plans])
 
 
-class PartForward:
+class PartForward(Replacement):
     """The `forward` of a compiled submodule. Calls without a program use the module's own forward.
 
-    This is simpler than `PlacedForward`: the module is a copy that nothing else calls, hooks or trains, and
-    stale weights are an error, as for a model that was compiled as a whole.
+    This is simpler than `PlacedForward`: the module is a copy that nobody trains, and stale weights are an
+    error, as for a model that was compiled as a whole. But the copy can be changed, for one call by
+    `torch.func.functional_call`; its own forward then answers.
     """
 
-    def __init__(self, path: str, compiled: Compiled, otherwise: Callable[..., Any]) -> None:
+    def __init__(self, path: str, compiled: Compiled, module: nn.Module) -> None:
         self.path: str = path
         self.compiled: Compiled = compiled
-        self.otherwise: Callable[..., Any] = otherwise
+        self.otherwise: Callable[..., Any] = module.forward
         self.refused: str | None = None  # why the first call used the module's own forward
+        self._freshness = Freshness(weights_of(module), module, in_place=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            change = self._freshness.structure_change(thorough=True)
+            if change is not None:
+                raise InputError(str(change))
             return self.compiled(*args, **kwargs)
         except InputError as error:
             if self.refused is None:
@@ -112,6 +118,7 @@ class PartlyCompiled(FrozenModule):
         return tuple(f"{path}: {text}" for path, part in self.parts.items() for text in part.differences)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        warn_of_gradients(args, kwargs)
         if self._freshness is not None:
             self._freshness.advance()
             change = self._freshness.structure_change()
@@ -149,5 +156,5 @@ def assembled(
     for path, part in parts.items():
         module = copy.get_submodule(path)
         # The module keeps its class, attributes and children, which other code may read.
-        module.__dict__["forward"] = PartForward(path, part, module.forward)
+        module.__dict__["forward"] = PartForward(path, part, module)
     return PartlyCompiled(copy, parts, notes, reason, model)

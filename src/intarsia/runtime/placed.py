@@ -11,7 +11,7 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -80,22 +80,34 @@ class PlacedForward(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(self._here, "answers", False) or torch.compiler.is_compiling():
             return self.own(*args, **kwargs)
-        if self.enabled and not self.module.training and not self._is_left_to_module(args, kwargs):
+        if self.uses_programs(args, kwargs):
+            self._here.answers = True
             try:
-                self.check_fresh()
-                self._here.answers = True
                 return self.answer(args, kwargs)
-            except StaleWeightsError as error:
-                self.enabled = False
-                self._warn(str(error))
-            except InputError as error:  # nothing has been written
-                self._warn(str(error))
+            except (InputError, StaleWeightsError) as error:  # nothing has been written
+                self._refuse(error)
             finally:
                 self._here.answers = False
         self.runs["own"] += 1
         return self.own(*args, **kwargs)
 
-    def _is_left_to_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def uses_programs(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
+        """Whether programs may answer now: the mode allows it, and the module has not changed."""
+        if not self.enabled or self.module.training or self._is_left_to_module(args, kwargs or {}):
+            return False
+        try:
+            self.check_fresh()
+        except (InputError, StaleWeightsError) as error:
+            self._refuse(error)
+            return False
+        return True
+
+    def _refuse(self, error: InputError | StaleWeightsError) -> None:
+        """Warn why the module's own forward answers. If its weights changed, it answers all later calls."""
+        self.enabled = self.enabled and not isinstance(error, StaleWeightsError)
+        self._warn(str(error))
+
+    def _is_left_to_module(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             return True
         if not torch.is_grad_enabled():

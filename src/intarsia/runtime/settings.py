@@ -60,8 +60,8 @@ class Settings:
 
     A program has numbers, flags and functions as constants, so `module.scale = 5.0` or `vae.enable_tiling()`
     must be detected. Replaced attributes are detected, also those of a configuration. Not detected are
-    changes inside other objects, names that begin with an underscore, and attributes added later, except a
-    `forward` that is no `Replacement`.
+    changes inside other objects; names that begin with an underscore, unless they hold a flag or a list of
+    names; and attributes added later, except a `forward` that is no `Replacement`.
     """
 
     def __init__(self, attributes: Sequence[Attributes]) -> None:
@@ -99,7 +99,18 @@ class Settings:
 
 
 def _names(table: Table) -> list[str]:
-    return [name for name in table if name not in _OF_TORCH and not name.startswith("_")]
+    return [
+        name
+        for name, value in table.items()
+        if name not in _OF_TORCH and (not name.startswith("_") or _is_switch(value))
+    ]
+
+
+def _is_switch(value: Any) -> bool:
+    """Whether a value under a name with an underscore is a switch, as of peft's adapters, and no cache."""
+    return isinstance(value, bool) or (
+        isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+    )
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -15,8 +15,9 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from intarsia.errors import InputError, StaleWeightsError
+from intarsia.errors import DifferenceWarning, InputError, StaleWeightsError, warn
 from intarsia.memory import release_freed, release_mapped
 from intarsia.plain_tensors import plain_tensors
 from intarsia.runtime.freshness import Change, Freshness, Kind, Weight, weights_of
@@ -110,6 +111,21 @@ class FrozenModule(nn.Module):
         raise InputError("engines have their own memory; save the module, and load the file in every process")
 
 
+def asks_gradients(inputs: Iterable[Any]) -> bool:
+    """Whether PyTorch would compute gradients of one of these inputs."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+
+
+def warn_of_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Warn if a call asks for gradients: a perceptual loss by a compiled network would train nothing."""
+    if torch.is_grad_enabled() and asks_gradients(pytree.tree_leaves((args, kwargs))):
+        warn(
+            "an input requires gradients, and a compiled module computes none: its results are detached. Call"
+            " the model itself where a loss depends on the results, or use torch.no_grad() where none does",
+            DifferenceWarning,
+        )
+
+
 def warn_of_change(change: Change, advice: str | None = None, *, stacklevel: int) -> None:
     """Warn that the model has changed since it was compiled."""
     if change.kind is Kind.REPLACED:
@@ -133,11 +149,17 @@ def _unregistered(
     ]
 
 
-def release_memory(model: nn.Module | None) -> None:
-    """Give back freed memory, and that of a model's weights which lie in a file."""
+_LARGE = 1 << 24  # bytes of weights; for fewer, returning memory took a tenth of a compile
+
+
+def release_memory(model: nn.Module | None, *, mapped: bool = True) -> None:
+    """Give back freed memory and, if `mapped`, that of weights in a file; nothing if the weights are few."""
+    tensors = [] if model is None else [weight.tensor for weight in weights_of(model)]
+    if model is not None and sum(tensor.numel() * tensor.element_size() for tensor in tensors) < _LARGE:
+        return
     release_freed()
-    if model is not None:
-        release_mapped(part for weight in weights_of(model) for part in plain_tensors(weight.tensor))
+    if mapped:
+        release_mapped(part for tensor in tensors for part in plain_tensors(tensor))
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -8,7 +8,6 @@ from dataclasses import fields
 
 from intarsia.errors import IntarsiaError
 from intarsia.serve import Options
-from intarsia.serve.server import serve
 
 
 def main() -> None:
@@ -25,10 +24,15 @@ def main() -> None:
         parser.add_argument(flag, type=type(default), default=default, help=text)
     arguments = vars(parser.parse_args())
     try:
+        from intarsia.serve.server import serve  # imports torch, which may be interrupted
+
         serve(arguments.pop("file"), Options(**{**arguments, "imports": tuple(arguments["imports"])}))
     except (IntarsiaError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

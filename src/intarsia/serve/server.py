@@ -96,6 +96,8 @@ class Draining(uvicorn.Server):
         self._idle: dict[Any, float] = {}  # connections without a complete request, and since when
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGINT and multiprocessing.parent_process() is not None:
+            return  # a worker: the process that started it sends SIGTERM
         if self._service.stopping:  # the second signal stops the server immediately
             self.should_exit = self.force_exit = True
             return
@@ -159,14 +161,21 @@ def _run_workers(path: str, options: Options, listener: socket.socket) -> None:
         workers = [
             spawn.Process(target=_work, args=(path, options, listener)) for _ in range(options.workers)
         ]
-        handlers = {sig: signal.signal(sig, stop) for sig in (signal.SIGTERM, signal.SIGINT)}
+        # Ctrl-C reaches every process of a terminal. Workers inherit that they ignore it until they answer
+        # requests, and then stop by the SIGTERM of this process alone.
+        handlers = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, stop),
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        }
         try:
             for worker in workers:
                 worker.start()
+            signal.signal(signal.SIGINT, stop)
             listener.close()
             wait([worker.sentinel for worker in workers])
             died = not stopping
-            stop(signal.SIGTERM, None)
+            if died:  # a second signal would stop the others immediately
+                stop(signal.SIGTERM, None)
             for worker in workers:
                 worker.join()
         finally:

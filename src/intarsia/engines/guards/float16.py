@@ -15,7 +15,15 @@ import onnx_ir as ir
 import torch
 
 from intarsia.engines.guards.interval_rules import layer_ranges
-from intarsia.engines.guards.intervals import ANYTHING, INF, Interval, range_of, torch_constant, whole
+from intarsia.engines.guards.intervals import (
+    ANYTHING,
+    INF,
+    Interval,
+    range_of,
+    read_by_softmax_alone,
+    torch_constant,
+    whole,
+)
 from intarsia.engines.guards.kinds import Guards, ValueGuard
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
@@ -53,7 +61,7 @@ class _Watch:
         self.layers = list(net.get_layers())
         self.known = {tensor.value: whole(tensor.dtype) for tensor in net.get_inputs()}
         self.inputs = set(self.known)
-        self.scores = _read_by_softmax_alone(self.layers, net)
+        self.scores = read_by_softmax_alone(self.layers, net)
         self.masks: set[ir.Value] = set()  # these may hold minus infinity
         self.sums = {layer: _sums_of_weights(layer) for layer in self.layers}
         self.guards: dict[tuple[ir.Value, float], ValueGuard] = {}
@@ -212,27 +220,3 @@ def _sums_of_weights(layer: Layer) -> tuple[float, float] | None:
         float(sums.max()) * abs(layer.attribute("alpha", 1.0)) if sums.numel() else 0.0,
         max(ends, default=0.0) * abs(layer.attribute("beta", 1.0)),
     )
-
-
-def _read_by_softmax_alone(layers: list[Layer], net: Network) -> set[ir.Value]:
-    """The values that only a softmax reads: masks consist of minus infinity."""
-    scores: set[ir.Value] = set()
-    outputs = {tensor.value for tensor in net.get_outputs()}
-    uses: dict[ir.Value, list[tuple[Layer, int]]] = {}
-    for layer in layers:
-        for index, tensor in enumerate(layer.get_inputs()):
-            if tensor is not None:
-                uses.setdefault(tensor.value, []).append((layer, index))
-
-    def is_masked(layer: Layer, index: int) -> bool:
-        if layer.kind == "Softmax" or (layer.kind == "Attention" and index == 3):
-            return True
-        passes = layer.kind in MOVES_DATA or layer.kind in ("Add", "Equal")
-        return passes and all(tensor.value in scores for tensor in layer.get_outputs())
-
-    values = [tensor.value for layer in reversed(layers) for tensor in layer.get_outputs()]
-    for value in [*values, *(tensor.value for tensor in net.get_inputs())]:
-        readers = uses.get(value, [])
-        if readers and value not in outputs and all(is_masked(*use) for use in readers):
-            scores.add(value)
-    return scores

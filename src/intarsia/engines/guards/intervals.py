@@ -13,8 +13,8 @@ import onnx_ir as ir
 import torch
 
 from intarsia.network import dtypes
-from intarsia.network.network import Layer, Tensor
-from intarsia.network.ops import KEEPS_VALUES, MULTIPLIES_WEIGHTS
+from intarsia.network.network import Layer, Network, Tensor
+from intarsia.network.ops import KEEPS_VALUES, MOVES_DATA, MULTIPLIES_WEIGHTS
 
 INF = math.inf
 # The largest finite number of a float type; smaller ones than _TINY may be flushed to zero.
@@ -255,3 +255,38 @@ def _factor(layer: Layer, inputs: Sequence[Tensor | None], live: Tensor) -> floa
     else:
         return None
     return float(factors.abs().amax()) if factors.numel() else None
+
+
+def read_by_softmax_alone(layers: list[Layer], net: Network) -> set[ir.Value]:
+    """The values that only a softmax reads: masks consist of minus infinity, or of the least number."""
+    scores: set[ir.Value] = set()
+    outputs = {tensor.value for tensor in net.get_outputs()}
+    uses: dict[ir.Value, list[tuple[Layer, int]]] = {}
+    for layer in layers:
+        for index, tensor in enumerate(layer.get_inputs()):
+            if tensor is not None:
+                uses.setdefault(tensor.value, []).append((layer, index))
+
+    def is_masked(layer: Layer, index: int) -> bool:
+        if layer.kind == "Softmax" or (layer.kind == "Attention" and index == 3):
+            return True
+        passes = layer.kind in MOVES_DATA or layer.kind in ("Add", "Equal")
+        return passes and all(tensor.value in scores for tensor in layer.get_outputs())
+
+    values = [tensor.value for layer in reversed(layers) for tensor in layer.get_outputs()]
+    for value in [*values, *(tensor.value for tensor in net.get_inputs())]:
+        readers = uses.get(value, [])
+        if readers and value not in outputs and all(is_masked(*use) for use in readers):
+            scores.add(value)
+    return scores
+
+
+def read_layers(net: Network) -> list[Layer]:
+    """The layers that the outputs depend on; engines drop the others."""
+    needed = {tensor.value for tensor in net.get_outputs()}
+    layers: list[Layer] = []
+    for layer in reversed(list(net.get_layers())):
+        if any(tensor.value in needed for tensor in layer.get_outputs()):
+            needed.update(tensor.value for tensor in layer.get_inputs() if tensor is not None)
+            layers.append(layer)
+    return layers[::-1]

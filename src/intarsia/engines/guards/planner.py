@@ -9,6 +9,7 @@ its fusions, for values that do not come. A network of a hundred layers needs a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import onnx_ir as ir
@@ -21,6 +22,8 @@ from intarsia.engines.guards.intervals import (
     may_be_denormal,
     merged_out_of_range,
     range_of,
+    read_by_softmax_alone,
+    read_layers,
     whole,
 )
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
@@ -59,8 +62,9 @@ class _Planner:
         self.limits = limits
         self.guards = Guards()
         self.known = {tensor.value: whole(tensor.dtype) for tensor in net.get_inputs()}
-        self.layers = _read_layers(net)
+        self.layers = read_layers(net)
         self.places = {layer: place for place, layer in enumerate(self.layers)}
+        self.scores = read_by_softmax_alone(self.layers, net)
         self.last_read = {
             t.value: place
             for place, layer in enumerate(self.layers)
@@ -144,20 +148,21 @@ class _Planner:
         if layer.kind in _HANDED_ON or not self.exceeds(outputs, ranges, self.is_high(layer)):
             return ranges
         instead = {
-            tensor: self.range(tensor).cut(Interval(-CALM, CALM))
+            tensor: self.range(tensor).cut(self.calm(tensor))
             for tensor in layer.get_inputs()
             if tensor is not None and self.can_be_bounded(tensor)
         }
         bounded = self.results(layer, instead) if instead else ranges
-        if self.exceeds(outputs, bounded, False):
+        if self.exceeds(outputs, bounded, any(tensor.value in self.scores for tensor in instead)):
             return ranges
         # What later layers read besides, as residuals, would soon be too high as well.
         later = [Tensor.of(value) for value in self.read_later(layer)]
         for tensor in dict.fromkeys(
             [*instead, *(t for t in later if self.can_be_bounded(t) and self.range(t).reach > HIGHISH)]
         ):
-            self.guards.others.append(ValueGuard(tensor.name, -CALM, CALM, total=True))
-            self.known[tensor.value] = self.range(tensor).cut(Interval(-CALM, CALM))
+            calm = self.calm(tensor)
+            self.guards.others.append(ValueGuard(tensor.name, calm.low, calm.high, total=calm.is_finite))
+            self.known[tensor.value] = self.range(tensor).cut(calm)
         return bounded
 
     def read_later(self, layer: Layer) -> list[ir.Value]:
@@ -183,11 +188,15 @@ class _Planner:
     def can_be_bounded(self, tensor: Tensor) -> bool:
         if tensor.dtype not in dtypes.FLOATS or tensor.constant is not None:
             return False
-        interval, parent = self.range(tensor), tensor.get_parent()
+        parent = tensor.get_parent()
         # Weights of attention are large and fused with what follows; NaN stays visible in its result.
         if parent is not None and parent.kind == "Softmax":
             return False
-        return interval.nan or interval.reach > CALM
+        return not self.range(tensor).within(self.calm(tensor))
+
+    def calm(self, tensor: Tensor) -> Interval:
+        """Numbers of moderate size. Masks hide scores by minus infinity, or by the least number, as in T5."""
+        return Interval(-math.inf if tensor.value in self.scores else -CALM, CALM)
 
     def guard_indices(self, layer: Layer) -> None:
         axes = self.limits.index_axes(layer)
@@ -338,17 +347,6 @@ def _chain(tensor: Tensor) -> list[Tensor]:
         if source is None or source.dtype not in LONG or source.constant is not None:
             return chain
         chain.append(source)
-
-
-def _read_layers(net: Network) -> list[Layer]:
-    """The layers that the outputs depend on; engines drop the others."""
-    needed = {tensor.value for tensor in net.get_outputs()}
-    layers: list[Layer] = []
-    for layer in reversed(list(net.get_layers())):
-        if any(tensor.value in needed for tensor in layer.get_outputs()):
-            needed.update(tensor.value for tensor in layer.get_inputs() if tensor is not None)
-            layers.append(layer)
-    return layers[::-1]
 
 
 def _wanted(layers: Sequence[Layer], limits: Limits) -> set[ir.Value]:

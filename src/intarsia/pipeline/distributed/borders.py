@@ -176,23 +176,6 @@ def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
     return form
 
 
-class FlatStage(nn.Module):
-    """A stage of modules whose inputs and outputs are only tensors."""
-
-    reuses_weights = True  # it may, see TreeStage
-
-    def __init__(self, stage: nn.Module, takes: BorderForm, gives: BorderForm) -> None:
-        super().__init__()
-        self.stage: nn.Module = stage
-        self.takes: BorderForm = takes
-        self.gives: BorderForm = gives
-        self.training: bool = stage.training
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the border after the stage."""
-        return self.gives.flatten(self.stage(*self.takes.unflatten(tensors)))
-
-
 def find_forms(
     parts: Mapping[int, nn.Module],
     stage_ranks: Sequence[int],
@@ -259,10 +242,9 @@ def tree_borders(
 ) -> Borders:
     """The borders of stages of modules. The model's outputs have the dtypes of the run."""
     last = len(forms) - 1
-    expected = [s for s in signature.outputs if isinstance(s, TensorSpec)]
     outputs = tuple(
         checked_spec(spec, crossing.sizes({}), crossing.dtype, lengths, last - 1)
-        for spec, crossing in zip(expected, forms[-1].tensors, strict=True)
+        for spec, crossing in zip(signature.results, forms[-1].tensors, strict=True)
     )
     for spec in (spec for form in forms[1:last] for spec in form.tensors):
         wire_spec(spec, lengths)  # raises for tensors that cannot be sent

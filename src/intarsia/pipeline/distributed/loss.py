@@ -20,6 +20,7 @@ from intarsia.errors import PartitionError, PipelineError
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.stages.signature import value_name
 from intarsia.pipeline.stages.stage import Stage
+from intarsia.pipeline.stages.tied import gradient_elements
 
 Loss = Callable[..., Tensor]
 LossWeight = Callable[[Any], Tensor | float] | Literal["equal"]
@@ -205,7 +206,7 @@ def own_scale(
 
 def share_overflow(parameters: Sequence[nn.Parameter], world: World, device: torch.device) -> None:
     """Put an overflow into the gradients of every rank if one rank has one, so that all scalers skip."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [gradient_elements(p) for p in parameters if p.grad is not None]
     over = any(not bool(torch.isfinite(g).all()) for g in gradients)
     flags = world.gather(torch.tensor([int(over)], device=device))
     first = next((g for g in gradients if g.numel()), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,6 @@ from intarsia.pipeline.distributed.batch import AgreedBatch, Terms, agree, first
 from intarsia.pipeline.distributed.borders import (
     BorderForm,
     Borders,
-    FlatStage,
     border_specs,
     borders_under_autocast,
     current_precision,
@@ -49,11 +48,10 @@ from intarsia.pipeline.distributed.placement import (
     schedule_class,
     shard_stages,
     stage_ranks,
-    why_whole,
 )
 from intarsia.pipeline.distributed.rank_stages import RankStages, note_trainers, refuse_old_copies
 from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weights_of
-from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
+from intarsia.pipeline.distributed.schedule_run import Failure, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.gpipe.keyed_random import RandomKey
@@ -162,7 +160,7 @@ class DistributedPipeline(RankStages):
             first,
             last,
             chosen.target_axis,
-            why_whole(stages),
+            stages.why_not_padded,
         )
         self.scaler: torch.amp.GradScaler | None = chosen.scaler
         self._unused = UnusedParameters(self._stages)
@@ -314,21 +312,21 @@ class DistributedPipeline(RankStages):
         if key in self._built:
             return self._built[key]
         self._built.clear()  # frees the buffers for another length
-        parts: Mapping[int, nn.Module] = self.parts
         refuse_autocast(self._stages, self.device)
+        forms: list[BorderForm] = []
         if any(getattr(stage, "form", None) is None for stage in self._stages):  # cut along modules
             try:
                 forms = self._find_forms(kind, batch)
                 borders = tree_borders(forms, self.signature, batch.lengths)
             except Exception as error:  # other replicas do not know of it: all raise at the end of the step
-                return self._borders, RefusedRun(None, Failure(error, "the first run across the borders"))
-            parts = {i: FlatStage(part, forms[i], forms[i + 1]) for i, part in parts.items()}
+                return self._borders, ScheduleRun(None, Failure(error, "the first run across the borders"))
         else:
             borders = borders_under_autocast(self._stages, self._borders, batch.lengths, self.device)
         plan = RunPlan(
             self.schedule_class,
-            parts,
+            self.parts,
             borders,
+            forms,
             self.signature.axis,
             self.n_microbatches,
             self.checkpoint,

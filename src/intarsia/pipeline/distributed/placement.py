@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from intarsia.errors import PartitionError, near_names
 from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY, Action, Definition, find_schedule, schedule
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, recompute_modules
 from intarsia.pipeline.stages.tied import global_rank
 from intarsia.pipeline.stages.tree_stage import CompiledStage, TreeStage
@@ -194,21 +193,6 @@ def recomputed_stages(checkpoint: bool | Collection[int | str], stages: StageSeq
     if names:
         recompute_modules(stages, names)
     return frozenset(numbers)
-
-
-def why_whole(stages: StageSequence) -> str:
-    """Why a micro-batch must not be padded with copies of a sample; empty if it may be."""
-    for i, stage in enumerate(stages):
-        if stage.writes:
-            form = getattr(stage, "form", None)
-            names = [] if form is None else sorted(form.states.keys() & form.written)
-            state = form.states[names[0]] if form is not None and names else "its buffers"
-            return f"stage {i} updates {state}, which copies for padding would change"
-    signature = stages.signature
-    for spec in signature.outputs:
-        if isinstance(spec, TensorSpec) and not signature.splits(spec):
-            return f"output {spec} has no batch dimension, so copies for padding could not be removed"
-    return ""
 
 
 def refuse_shared_statistics(stages: StageSequence, ranks: Sequence[int]) -> None:

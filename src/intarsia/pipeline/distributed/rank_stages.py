@@ -20,7 +20,7 @@ from intarsia.pipeline.distributed.placement import own_part, whole
 from intarsia.pipeline.distributed.saved import load_checkpoint, save_checkpoint
 from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.tied import Tied
+from intarsia.pipeline.stages.tied import Tied, gradient_elements
 from intarsia.runtime.weights import tensor_digest
 
 # The ranks that train each weight. Other ranks of the same process group have old copies of it.
@@ -106,7 +106,7 @@ def clip_by_global_norm(
     """
     if not norm_type > 0:
         raise InputError(f"norm_type is {norm_type}; over ranks, it is a positive number or infinity")
-    gradients = [p.grad for p in counted if p.grad is not None]
+    gradients = [gradient_elements(p) for p in counted if p.grad is not None]
     # Ranks may have gradients of different dtypes, or none, so all ranks send float64. torch does not take
     # sharded and plain gradients together.
     kinds = [[g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False)]
@@ -119,8 +119,9 @@ def clip_by_global_norm(
     own = []  # this rank's parts of the gradients, in the same memory
     for parameter in parameters:
         if parameter.grad is not None:
-            own.append(nn.Parameter(own_part(parameter.detach())))
-            own[-1].grad = own_part(parameter.grad)
+            part = own_part(gradient_elements(parameter))
+            own.append(nn.Parameter(part.detach()))
+            own[-1].grad = part
     clip_grads_with_norm_(own, max_norm, total)
     return total
 

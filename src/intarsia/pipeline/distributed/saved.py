@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from intarsia.errors import InputError, some_of
+from intarsia.errors import InputError
 from intarsia.pipeline.distributed.placement import empty_like_parameter
 from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import form_text
 from intarsia.pipeline.stages.tied import global_rank
-from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
+from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages, misfit_text
 
 Options = dict[str, Any]  # the options of an optimizer by name, such as a learning rate
 # The members of a group, which another cut divides differently, and how its steps are computed.
@@ -199,10 +199,7 @@ def _saved_options(
     flat: dict[str, Any] = {
         _OPTIONS + name: _empty(stored[_OPTIONS + name]) for name in names if _OPTIONS + name in stored
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about no_dist: each rank reads only for its own parameters
-        load(flat, checkpoint_id=str(path), no_dist=True)
-    return {key.removeprefix(_OPTIONS): from_bytes(data) for key, data in flat.items()}
+    return {key.removeprefix(_OPTIONS): from_bytes(data) for key, data in _read_alone(path, flat).items()}
 
 
 def _check_names(
@@ -224,19 +221,23 @@ def _check_names(
             if value.shape != meta.size
         ],
     }
-    texts = [f"{label} {some_of(names, most=5)}" for label, names in problems.items() if names]
-    if texts:
-        raise InputError(f"the checkpoint {path} {'; it '.join(texts)}")
+    if text := misfit_text(problems):
+        raise InputError(f"the checkpoint {path} {text}")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     """The `state_dict` of the plain model from a checkpoint, in one process."""
     stored = _stored(path)
     flat: dict[str, Any] = {key: _empty(meta) for key, meta in stored.items() if key.startswith(_MODEL)}
+    return {key.removeprefix(_MODEL): value for key, value in _read_alone(path, flat).items()}
+
+
+def _read_alone(path: str | Path, flat: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fill these tensors from a checkpoint, without the other ranks."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about no_dist: one process is intended
+        warnings.simplefilter("ignore")  # about no_dist, which is intended
         load(flat, checkpoint_id=str(path), no_dist=True)
-    return {key.removeprefix(_MODEL): value for key, value in flat.items()}
+    return flat
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from intarsia.pipeline.distributed.borders import Borders
+from intarsia.errors import PipelineError
+from intarsia.pipeline.distributed.borders import BorderForm, Borders
 from intarsia.pipeline.distributed.placement import is_folded, is_sharded
-from intarsia.pipeline.distributed.wire import WiredStage, Wiring, wire_spec
+from intarsia.pipeline.distributed.wire import Alias, Enter, Exit, wire_spec
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, using_key
-from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.program import recomputed
+from intarsia.pipeline.stages.signature import TensorSpec, from_front
 from intarsia.tracing import traced
 
 # Before 2.13, torch's separate pass for weights adds the gradients of several outputs of a node as if they
@@ -58,22 +60,14 @@ class ScheduleRun:
         self, inputs: Sequence[Tensor], options: Mapping[str, Any], key: RandomKey
     ) -> list[tuple[Tensor, ...]]:
         """Run all micro-batches. Returns the outputs of the last stage. A failure is stored, not raised."""
+        if self.schedule is None:  # it could not be built: its failure is raised at the end of the step
+            return []
         self.key = key
         self.failure.error = None
         self.outputs.clear()
         self.used.clear()
         self.schedule.step(*inputs, **options)
         return list(self.outputs)
-
-
-class RefusedRun(ScheduleRun):
-    """A run that could not be built: a step does nothing, and its failure is raised at the end."""
-
-    def step(
-        self, inputs: Sequence[Tensor], options: Mapping[str, Any], key: RandomKey
-    ) -> list[tuple[Tensor, ...]]:
-        """No outputs."""
-        return []
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,7 @@ class RunPlan:
     schedule_class: Any
     parts: Mapping[int, nn.Module]  # this rank's stages
     borders: Borders
+    forms: Sequence[BorderForm]  # of the borders between stages of modules; empty for stages of the graph
     axis: Callable[[TensorSpec], int | None]  # the batch axis of an input
     n_microbatches: int
     recompute: frozenset[int]
@@ -117,19 +112,19 @@ def build_run(
 
 def _pipeline_stage(plan: RunPlan, i: int, lengths: Mapping[str, int], run: ScheduleRun) -> PipelineStage:
     takes, gives = plan.borders[i]
-    count = len(plan.borders)
-    first, last = i == 0, i == count - 1
-    axes = [plan.axis(s) if first else 0 for s in takes]  # type: ignore[arg-type]
-    wiring = Wiring(takes, gives, axes, lengths, first, last)  # type: ignore[arg-type]
-    wired = WiredStage(plan.parts[i], wiring, recompute=i in plan.recompute, used=run.used)
+    wired = WiredStage(plan, i, lengths, run)
     inputs = [
-        _plain(s, lengths, a) if first else wire_spec(s, lengths) for s, a in zip(takes, axes, strict=True)
+        _plain(s, lengths, a) if wired.first else wire_spec(s, lengths)
+        for s, a in zip(takes, wired.axes, strict=True)
     ]
-    outputs = [_plain(s, lengths, 0 if s.shape else None) if last else wire_spec(s, lengths) for s in gives]  # type: ignore[union-attr]
+    outputs = [
+        _plain(s, lengths, 0 if s.shape else None) if wired.last else wire_spec(s, lengths)  # type: ignore[union-attr]
+        for s in gives
+    ]
     return _GuardedStage(
-        _Guarded(wired, i, plan.device, run, last),
+        wired,
         i,
-        count,
+        len(plan.borders),
         plan.device,
         input_args=tuple(inputs),
         output_args=tuple(outputs),
@@ -150,34 +145,81 @@ def _splits_backward(plan: RunPlan, i: int) -> bool:
     return SPLITS_BACKWARD and not whole
 
 
-class _Guarded(nn.Module):
-    """A stage that stores an exception and returns zeros, so that no rank waits; the step then fails."""
+class WiredStage(nn.Module):
+    """A stage between wires. The first stage takes plain tensors, and the last stage returns them.
 
-    def __init__(
-        self, wired: WiredStage, index: int, device: torch.device, run: ScheduleRun, last: bool
-    ) -> None:
+    The dtypes and shapes of outputs must be those that the ranks agreed on. An exception is stored, and zeros
+    are returned, so that no rank waits; the step then fails. If the stage is recomputed, only the inputs of a
+    micro-batch are kept, and the stage runs again in its backward pass.
+    """
+
+    def __init__(self, plan: RunPlan, index: int, lengths: Mapping[str, int], run: ScheduleRun) -> None:
         super().__init__()
-        self.wired, self.index, self.device, self.run, self.last = wired, index, device, run, last
+        takes, gives = plan.borders[index]
+        self.stage, self.index, self.run, self.device = plan.parts[index], index, run, plan.device
+        self.forms = plan.forms[index : index + 2]
+        self.recompute: bool = index in plan.recompute
+        self.first, self.last = index == 0, index == len(plan.borders) - 1
+        # The batch axis of each input; None for an input that is not divided.
+        self.axes = [plan.axis(s) if self.first else 0 for s in takes]  # type: ignore[arg-type]
+        self.dtypes: tuple[Any, ...] = tuple(s.dtype for s in takes)  # type: ignore[union-attr]
+        self.gives: list[tuple[Any, tuple[int, ...]]] = [(s, s.sizes(lengths)) for s in gives]  # type: ignore[union-attr]
 
     def forward(self, *wires: Tensor) -> tuple[Tensor, ...]:
-        """The wires of the border after the stage."""
+        """The wires of the border after the stage, from those before it."""
         outputs: tuple[Tensor, ...] | None = None
         if self.run.failure.error is None:
             try:
-                outputs = self.wired(*wires)
+                outputs = self._computed(wires)
             except Exception as error:
                 self.run.failure.note(error, f"the forward pass of stage {self.index}")
         if outputs is None:
-            outputs = self.wired.empty_outputs(self.device)
+            outputs = self._zeros()
         if self.last:
             self.run.outputs.append(tuple(o.detach() for o in outputs))
         return outputs
+
+    def _computed(self, wires: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        values: Sequence[Tensor] = (
+            from_front(wires, self.axes) if self.first else Enter.apply(self.dtypes, *wires)  # type: ignore[no-untyped-call]
+        )
+        again = self.recompute and torch.is_grad_enabled()
+        outputs = recomputed(self._stage, *values) if again else self._stage(*values)
+        for (spec, shape), output in zip(self.gives, outputs, strict=True):
+            if output.dtype != spec.dtype or tuple(output.shape) != shape:
+                raise PipelineError(
+                    f"{spec.name} is {output.dtype} of shape {tuple(output.shape)}, but the ranks agreed on"
+                    f" {spec.dtype} of shape {shape}"
+                )
+        if self.last:
+            # Aliases: torch's runtime detaches the outputs in place, and an output may be an input.
+            return tuple(Alias.apply(o, i, self.run.used) for i, o in enumerate(outputs))  # type: ignore[no-untyped-call]
+        return self._exit(outputs)
+
+    def _stage(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the border after the stage, from those of the border before it."""
+        if not self.forms:
+            return tuple(self.stage(*tensors))
+        takes, gives = self.forms
+        return gives.flatten(self.stage(*takes.unflatten(tensors)))
+
+    def _zeros(self) -> tuple[Tensor, ...]:
+        """Zeros with the form of the outputs, for a step that failed here."""
+        zeros = [torch.zeros(shape, dtype=spec.dtype, device=self.device) for spec, shape in self.gives]
+        if not self.last:
+            return self._exit(zeros)
+        ones = [z.reshape(1) if z.ndim == 0 else z for z in zeros]
+        return tuple(z.requires_grad_(z.is_floating_point() and torch.is_grad_enabled()) for z in ones)
+
+    def _exit(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        anchor = torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
+        return tuple(Exit.apply(anchor, *outputs))  # type: ignore[no-untyped-call]
 
 
 class _GuardedStage(PipelineStage):
     """torch's stage, whose backward pass also continues with zeros after an exception."""
 
-    submod: _Guarded
+    submod: WiredStage
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a micro-batch, with random numbers by its key."""

@@ -9,15 +9,11 @@ Integers cross as floats of the same width; no arithmetic changes their bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from intarsia.errors import PartitionError, PipelineError
-from intarsia.pipeline.stages.program import recompute_contexts
+from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.signature import TensorSpec
 
 # For integers, the float of the same width that carries their bits.
@@ -77,7 +73,7 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Wires to values; the gradient of an integer is zero."""
 
     @staticmethod
@@ -96,7 +92,7 @@ class _Enter(torch.autograd.Function):
         )
 
 
-class _Exit(torch.autograd.Function):
+class Exit(torch.autograd.Function):
     """Values to wires; through `anchor`, every wire requires a gradient."""
 
     @staticmethod
@@ -112,77 +108,7 @@ class _Exit(torch.autograd.Function):
         return None, *(_real(grad, dtype) if _is_differentiable(dtype) else None for grad, dtype in pairs)
 
 
-@dataclass(frozen=True)
-class Wiring:
-    """The inputs and outputs of a stage, for micro-batches of these lengths."""
-
-    takes: Sequence[TensorSpec]
-    gives: Sequence[TensorSpec]
-    axes: Sequence[int | None]  # the batch axis of each input; None for an input that is not divided
-    lengths: Mapping[str, int]
-    first: bool
-    last: bool
-
-
-class WiredStage(nn.Module):
-    """A stage between wires. The first stage takes plain tensors, and the last stage returns them.
-
-    The dtypes and shapes of outputs must be those that the ranks agreed on. With `recompute`, only the inputs
-    of a micro-batch are kept, and the stage runs again in its backward pass.
-    """
-
-    def __init__(self, stage: nn.Module, wiring: Wiring, *, recompute: bool, used: set[int]) -> None:
-        super().__init__()
-        self.stage = stage
-        self.wiring = wiring
-        self.dtypes: tuple[Any, ...] = tuple(t.dtype for t in wiring.takes)
-        self.gives: tuple[tuple[TensorSpec, tuple[int, ...]], ...] = tuple(
-            (spec, spec.sizes(wiring.lengths)) for spec in wiring.gives
-        )
-        self.recompute: bool = recompute
-        self.used = used  # receives the numbers of the last stage's outputs that have a gradient
-
-    def forward(self, *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The wires after the stage, from those before it."""
-        if self.wiring.first:
-            # Inputs have the batch in front; an input that is not divided has an extra dimension.
-            pairs = zip(wires, self.wiring.axes, strict=True)
-            values = tuple(w[0] if axis is None else w.movedim(0, axis) for w, axis in pairs)
-        else:
-            values = _Enter.apply(self.dtypes, *wires)  # type: ignore[no-untyped-call]
-        outputs = self._run(values)
-        for (spec, shape), output in zip(self.gives, outputs, strict=True):
-            if output.dtype != spec.dtype or tuple(output.shape) != shape:
-                raise PipelineError(
-                    f"{spec.name} is {output.dtype} of shape {tuple(output.shape)}, but the ranks agreed on"
-                    f" {spec.dtype} of shape {shape}"
-                )
-        if self.wiring.last:
-            # Aliases: torch's runtime detaches the outputs in place, and an output may be an input.
-            return tuple(_Alias.apply(o, i, self.used) for i, o in enumerate(outputs))  # type: ignore[no-untyped-call]
-        anchor = torch.zeros((), device=outputs[0].device, requires_grad=torch.is_grad_enabled())
-        return tuple(_Exit.apply(anchor, *outputs))  # type: ignore[no-untyped-call]
-
-    def empty_outputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Zeros with the form of the outputs, for a step that failed here."""
-        zeros = [torch.zeros(shape, dtype=spec.dtype, device=device) for spec, shape in self.gives]
-        if self.wiring.last:
-            ones = [z.reshape(1) if z.ndim == 0 else z for z in zeros]
-            return tuple(z.requires_grad_(z.is_floating_point() and torch.is_grad_enabled()) for z in ones)
-        anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
-        return tuple(_Exit.apply(anchor, *zeros))  # type: ignore[no-untyped-call]
-
-    def _run(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        if not (self.recompute and torch.is_grad_enabled()):
-            return tuple(self.stage(*values))
-        before = [v._version for v in values]
-        outputs = checkpoint(self.stage, *values, use_reentrant=False, context_fn=recompute_contexts)
-        if [v._version for v in values] != before:
-            raise PipelineError("the stage changes its input in place, so it cannot be recomputed")
-        return tuple(outputs)
-
-
-class _Alias(torch.autograd.Function):
+class Alias(torch.autograd.Function):
     """An alias of a tensor with a node of its own; a scalar gets a dimension, to be joined with others.
 
     The backward pass, which runs only if there is a gradient, adds the tensor's number to `used`.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.stream import fork, get_phony, join
-from intarsia.pipeline.gpipe.worker import BackwardTask, Gradients, ThreadState, placeholder_gradient
+from intarsia.pipeline.gpipe.worker import BackwardTask, Gradients, ThreadState
 
 
 class Repeatable(Protocol):
@@ -92,6 +92,7 @@ class _Shared:
     input: Batch  # the structure of the input, without its tensors
     state: ThreadState
     backward_task: BackwardTask | None
+    keeps: bool = False  # whether the graph of the first run is saved
     output: Batch | None = None
     # The input and the output of the function, with the graph between them.
     graphs: deque[tuple[Batch, Batch]] = field(default_factory=deque)
@@ -236,7 +237,29 @@ def refuse_parameter_hooks(parameters: Iterable[Tensor]) -> None:
             )
 
 
-class Checkpoint(torch.autograd.Function):
+class StageNode(torch.autograd.Function):
+    """A run of a function as one node. The backward pass goes through a graph of its own."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        _refuse_second_order()
+        shared: _Shared = ctx.shared
+        saved = ctx.saved_tensors
+        accumulate, retain = accumulates_everywhere(), shared.keeps and retains_graph()
+
+        def backward(grads: Gradients) -> Gradients:
+            if not shared.graphs:  # the loss does not use the output that Recompute is attached to
+                shared.run_again(saved)
+            graph = shared.graphs[0] if retain else shared.graphs.pop()
+            with nullcontext() if shared.backward_task is None else shared.function.backward():
+                return _differentiate(graph, grads, accumulate=accumulate, retain=retain)
+
+        if shared.backward_task is None:
+            return None, None, None, *backward(grads)
+        return None, None, None, *shared.backward_task.submit_backward(grads, backward, saved)
+
+
+class Checkpoint(StageNode):
     """Forward without a graph; backward through the recomputed one."""
 
     @staticmethod
@@ -250,23 +273,21 @@ class Checkpoint(torch.autograd.Function):
         # autograd.Function must not return the same tensor twice, nor an input.
         return tuple(x.detach() for x in output)
 
+
+class Keep(StageNode):
+    """Forward in a graph that is saved; backward through it, on the stage's thread."""
+
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _refuse_second_order()
-        shared: _Shared = ctx.shared
-        saved = ctx.saved_tensors
-        accumulate = accumulates_everywhere()
-
-        def backward(grads: Gradients) -> Gradients:
-            if not shared.graphs:  # the loss does not use the output that Recompute is attached to
-                shared.run_again(saved)
-            with nullcontext() if shared.backward_task is None else shared.function.backward():
-                return _differentiate(shared.graphs.pop(), grads, accumulate=accumulate)
-
-        if shared.backward_task is None:
-            return None, None, None, *backward(grads)
-        shared.backward_task.submit_backward(grads, backward)
-        return None, None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
+    def forward(ctx: Any, phony: Tensor, tie: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.shared = shared
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        shared.keeps = True
+        with torch.enable_grad(), shared.function.record():
+            graph = shared.run(inputs)
+        shared.graphs.append(graph)
+        shared.output = graph[1].copy()
+        return tuple(x.detach() for x in graph[1])
 
 
 class Recompute(torch.autograd.Function):
@@ -288,38 +309,6 @@ class Recompute(torch.autograd.Function):
         else:
             shared.backward_task.submit_recompute(lambda: shared.run_again(saved))
         return None, None, *(None for _ in saved)
-
-
-class Keep(torch.autograd.Function):
-    """Forward in a graph of its own, which is saved; backward through this graph, on the stage's thread."""
-
-    @staticmethod
-    def forward(ctx: Any, phony: Tensor, tie: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.shared = shared
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs)
-        with torch.enable_grad(), shared.function.record():
-            graph = shared.run(inputs)
-        shared.graphs.append(graph)
-        shared.output = graph[1].copy()
-        return tuple(x.detach() for x in graph[1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _refuse_second_order()
-        shared: _Shared = ctx.shared
-        saved = ctx.saved_tensors
-        assert shared.backward_task is not None
-        retain = retains_graph()
-        graph = shared.graphs[0] if retain else shared.graphs.pop()
-        accumulate = accumulates_everywhere()
-
-        def backward(grads: Gradients) -> Gradients:
-            with shared.function.backward():
-                return _differentiate(graph, grads, accumulate=accumulate, retain=retain)
-
-        shared.backward_task.submit_backward(grads, backward)
-        return None, None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
 
 
 def retains_graph() -> bool:

@@ -19,7 +19,7 @@ from intarsia.pipeline.gpipe.checkpoint import Checkpointing
 from intarsia.pipeline.gpipe.generators import CPU, borrowed_generators
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, SeenDraws, using_key
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.skip import SkipTracker, use_skip_tracker
+from intarsia.pipeline.gpipe.skip import SkipTracker, StageSkips, use_skip_tracker
 from intarsia.pipeline.gpipe.worker import BackwardTask
 
 Owner = tuple[nn.Module, str]
@@ -154,7 +154,7 @@ class StageRun:
         stage: nn.Module,
         device: torch.device,
         effects: StageEffects,
-        skip_tracker: SkipTracker,
+        skips: StageSkips,
         place: tuple[int, int],
         key: RandomKey,
         parameters: Sequence[Tensor],
@@ -162,7 +162,7 @@ class StageRun:
         self.stage = stage
         self.device = device
         self.effects = effects
-        self.skip_tracker = skip_tracker
+        self.skips = skips
         self.place = place
         self.key: RandomKey = key.of(place[0])
         self.parameters = parameters  # of the stage; collected once for all micro-batches
@@ -182,28 +182,34 @@ class StageRun:
         """The stage's output, and the checkpoint that `recompute` must still be called on."""
         if checkpointed:
             checkpoint = Checkpointing(self, batch, backward_task, phony, self.parameters)
-            return _checked(checkpoint.checkpoint()), checkpoint
+            return checkpoint.checkpoint(), checkpoint
         if backward_task is not None:
-            return _checked(Checkpointing(self, batch, backward_task, phony, self.parameters).keep()), None
+            return Checkpointing(self, batch, backward_task, phony, self.parameters).keep(), None
         with self.record(again=False):
-            return _checked(batch.call(self)), None
+            return batch.call(self), None
 
     def __call__(self, value: Any) -> Any:
-        """The stage's output. The stage gets a copy of its input if it changes it."""
+        """The stage's output. The stage gets a copy of its input if it changes it.
+
+        If the stage takes skips, its input is a pair: the micro-batch and the skips. So is its output if it
+        gives any.
+        """
         batch = Batch(value)
         if self.mutates_input:
             batch[:] = tuple(x.clone() for x in batch)
-        before = versions(batch)
+        before, takes, gives = versions(batch), self.skips.takes, self.skips.gives
+        value, skips = batch.value if takes else (batch.value, ())
+        tracker = SkipTracker(dict(zip(takes, skips, strict=True)))
         try:
-            with use_skip_tracker(self.skip_tracker), using_key(self.key):
-                output = self.stage(batch.value)
+            with use_skip_tracker(tracker), using_key(self.key):
+                output = self.stage(value)
             self.mutated = versions(batch) != before
             if self.mutated and not self.mutates_input:
                 raise RuntimeError("the stage changed its input in place, but not on its first micro-batch")
         except BaseException:
             self.effects.reset()  # the stage may have other effects now; observe the next mini-batch
             raise
-        return output
+        return (output, tuple(tracker.tensors[key] for key in gives)) if gives else output
 
     @contextmanager
     def record(self, *, again: bool = True) -> Iterator[None]:
@@ -241,9 +247,3 @@ class StageRun:
         with borrowed_generators({CPU, self.device}), SeenDraws() as seen:
             yield
         self.effects.backward_draws = frozenset(seen.devices)
-
-
-def _checked(output: Batch) -> Batch:
-    if len(output) == 0:
-        raise TypeError(f"a stage must return tensors, got {output.value!r}")
-    return output

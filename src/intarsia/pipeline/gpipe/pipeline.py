@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from queue import SimpleQueue
-from typing import Any, cast
+from concurrent.futures import wait
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -17,8 +18,7 @@ from intarsia.pipeline.gpipe.effects import StageEffects, StageRun
 from intarsia.pipeline.gpipe.generators import GeneratorSnapshot
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, forget_layers, key_of_run
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.portal import SkipTrackerThroughPortals
-from intarsia.pipeline.gpipe.skip import SkipLayout, inspect_skip_layout
+from intarsia.pipeline.gpipe.skip import Key, StageSkips, inspect_skip_layout
 from intarsia.pipeline.gpipe.stream import (
     AbstractStream,
     Copy,
@@ -34,14 +34,11 @@ from intarsia.pipeline.gpipe.worker import (
     BackwardTask,
     BackwardThreads,
     StageThreads,
-    Task,
-    TaskResult,
     ThreadState,
     insert_barrier,
-    lend_workers,
-    run_task,
     shared_cores,
 )
+from intarsia.tracing import traced
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -60,57 +57,56 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 
 
 class Progress:
-    """The progress of each stage, and the tasks that may run next.
+    """The progress of each stage. The threads of stages wait here for their next micro-batch.
 
     `keeps` tells for each stage but the last whether the backward pass keeps its outputs in memory anyway.
     """
 
     def __init__(self, m: int, keeps: list[bool]) -> None:
         self.m: int = m
-        self.n: int = len(keeps) + 1
         self.keeps = keeps
-        self.submitted: list[int] = [0] * self.n
-        self.done: list[int] = [0] * self.n
-        self.failures: list[TaskResult] = []
-        self.stop = False
+        self.done: list[int] = [0] * (len(keeps) + 1)
+        self.failures: list[tuple[int, int, BaseException]] = []  # (micro-batch, stage, exception)
+        self.stopped = False
+        self._changed = threading.Condition()
 
-    def record(self, result: TaskResult) -> bool:
-        """Count a task that has ended, and return whether its output is still needed."""
-        self.done[result.task.stage] += 1
-        if isinstance(result.result, BaseException):
-            self.failures.append(result)
-        return not self.failures and not self.stop
+    def wait(self, i: int, j: int) -> bool:
+        """Wait until stage j can run micro-batch i; False if it must not, after a failure."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.stopped or self._can_run(i, j))
+            return not self.stopped
 
-    def possible(self) -> Iterator[tuple[int, int]]:
-        """The tasks that can start now; none after a failure."""
-        for j in range(self.n):
-            i = self.submitted[j]
-            if self.failures or self.stop or i == self.m or self.done[j] < i:
-                continue
-            if self._too_far_ahead(i, j) or (j > 0 and self.done[j - 1] <= i):
-                continue
-            yield i, j
+    def end(self, j: int) -> None:
+        """Count a micro-batch that stage j has finished."""
+        with self._changed:
+            self.done[j] += 1
+            self._changed.notify_all()
 
-    def _too_far_ahead(self, i: int, j: int) -> bool:
-        """Whether stage j must wait until the next stage is one micro-batch behind.
+    def stop(self, *failures: tuple[int, int, BaseException]) -> None:
+        """Let no stage begin another micro-batch."""
+        with self._changed:
+            self.failures += failures
+            self.stopped = True
+            self._changed.notify_all()
 
-        This limits the outputs in memory. If the backward pass keeps them anyway, the stage may run ahead, so
-        that a delay in one stage does not delay the others. The last micro-batch always waits: it updates
-        deferred batch norms, and a later stage may still fail on an earlier micro-batch.
+    def _can_run(self, i: int, j: int) -> bool:
+        """Whether the stage before has finished the micro-batch, and the next stage is not too far behind.
+
+        A stage waits until the next stage is one micro-batch behind, which limits the outputs in memory. If
+        the backward pass keeps them anyway, the stage may run ahead, so that a delay in one stage does not
+        delay the others. The last micro-batch always waits: it updates deferred batch norms, and a later
+        stage may still fail on an earlier micro-batch.
         """
-        if j == self.n - 1 or i < 2 or (self.keeps[j] and i < self.m - 1):
+        if j > 0 and self.done[j - 1] <= i:
             return False
-        return self.done[j + 1] < i - 1
+        ahead = j == len(self.keeps) or i < 2 or (self.keeps[j] and i < self.m - 1)
+        return ahead or self.done[j + 1] >= i - 1
 
     @property
-    def over(self) -> bool:
-        """Whether all tasks are done or, after a failure, all submitted tasks have ended."""
-        return self.done[-1] == self.m or bool(self.failures and self.submitted == self.done)
-
-    @property
-    def first_failure(self) -> TaskResult:
+    def first_failure(self) -> BaseException | None:
         """The failure that comes first in the order of clock cycles."""
-        return min(self.failures, key=lambda f: (f.task.micro_batch + f.task.stage, f.task.stage))
+        first = min(self.failures, key=lambda f: (f[0] + f[1], f[1]), default=None)
+        return None if first is None else first[2]
 
 
 class StageResources:
@@ -121,7 +117,7 @@ class StageResources:
     ) -> None:
         partitions = list(partitions)
         self.devices: list[torch.device] = list(devices or [torch.device("cpu")] * len(partitions))
-        self.skip_layout: SkipLayout = inspect_skip_layout(partitions)
+        self.skips: list[StageSkips] = inspect_skip_layout(partitions)
         self.effects: list[StageEffects] = [StageEffects() for _ in partitions]
         self.threads = StageThreads(len(partitions))
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in partitions]
@@ -176,17 +172,17 @@ class Pipeline:
             refuse_parameter_hooks(p for own in self._parameters for p in own)
         self._key: RandomKey
         self._streams = [current_stream(device) for device in self.devices]
-        self._skip_trackers = [SkipTrackerThroughPortals(self.resources.skip_layout) for _ in range(m)]
-        self._checkpoints: dict[int, Checkpointing] = {}
+        self._skips: list[dict[Key, Any]] = [{} for _ in range(m)]  # on their way between stages
         self._backward_threads: BackwardThreads | None = None
         self._barrier: Tensor | None = None
         self._phonies: dict[int, Tensor] = {}
         with key_of_run() as self._key:
             snapshot = GeneratorSnapshot.take()
             if m == 1 or n == 1:  # no two tasks can run at the same time
-                self._run_alone()
+                for i, j in chain.from_iterable(clock_cycles(m, n)):
+                    self._run_task(i, j)
             else:
-                self._run_workers()
+                self._run_threads()
             if snapshot.others_drew():
                 self._forget_effects()
 
@@ -196,14 +192,7 @@ class Pipeline:
         possible = several and self._state.grad and all(d.type == "cpu" for d in self.devices)
         return self.concurrent_backward and possible
 
-    def _run_alone(self) -> None:
-        """Run all tasks on the calling thread, tick by tick."""
-        m, n = len(self.batches), len(self.partitions)
-        for schedule in clock_cycles(m, n):
-            for i, j in schedule:
-                self._finish(run_task(self._task(i, j)))
-
-    def _run_workers(self) -> None:
+    def _run_threads(self) -> None:
         """Run each stage on a thread of its own; a task starts as soon as its inputs exist."""
         pack = self._state.saved_tensor_hooks[0] if self._state.saved_tensor_hooks is not None else None
         if getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
@@ -212,45 +201,32 @@ class Pipeline:
                 "a pipeline with several stages and micro-batches runs under torch.utils.checkpoint with"
                 " use_reentrant=True only"
             )
-        m, n = len(self.batches), len(self.partitions)
         if self._concurrent():
             self._backward_threads = BackwardThreads(self.resources.threads)
             self._barrier = insert_barrier(self._backward_threads, self.batches)
-        progress = Progress(m, self._keeps())
-        inbox: SimpleQueue[TaskResult | None] = SimpleQueue()
-        lock = threading.Lock()
+        progress = Progress(len(self.batches), self._keeps())
 
-        def advance(result: TaskResult | None = None) -> None:
-            """Store the result of a task, and hand out the tasks that are now possible."""
-            with lock, self._state.enter():
-                try:
-                    if result is not None and progress.record(result):
-                        self._finish(result)
-                    for i, j in progress.possible():
-                        hand_out(self._task(i, j))
-                        progress.submitted[j] += 1
-                except BaseException as error:
-                    progress.failures.append(TaskResult(Task(m, n, _nothing), error))
-            if progress.over:
-                inbox.put(None)
-
-        # On the CPU, workers call `advance`. On GPUs, the caller does: a thread has its own current stream.
-        on_cpu = all(device.type != "cuda" for device in self.devices)
-        report, threads = advance if on_cpu else inbox.put, self.resources.threads
-        with (
-            shared_cores(self.devices) as prepare,
-            lend_workers(threads, report, prepare) as hand_out,
-        ):
+        def run_stage(j: int) -> None:
+            i = 0
             try:
-                advance()
-                while not progress.over:
-                    result = inbox.get()
-                    if result is not None:
-                        advance(result)
+                prepare()
+                for i in range(len(self.batches)):
+                    if not progress.wait(i, j):
+                        return
+                    self._run_task(i, j)
+                    progress.end(j)
+            except BaseException as error:
+                progress.stop((i, j, error))
+
+        with shared_cores(self.devices) as prepare:
+            jobs = self.resources.threads.submit_all(run_stage)
+            try:
+                wait(jobs)
             finally:
-                progress.stop = True  # if the caller is interrupted, no further task starts
-        if progress.failures:
-            raise cast(BaseException, progress.first_failure.result)
+                progress.stop()  # if the caller is interrupted, no further task starts
+                wait(jobs)
+        if (failure := progress.first_failure) is not None:
+            raise failure
 
     def _forget_effects(self) -> None:
         """Observe all stages again, since something drew without a key; and warn."""
@@ -273,65 +249,67 @@ class Pipeline:
         borders = range(len(needs) - 1)
         return [self._state.grad and any(needs[: j + 2]) and not self._crosses(j, j + 1) for j in borders]
 
-    def _task(self, i: int, j: int) -> Task:
-        """The task of a stage on a micro-batch. Copies its input to the stage's device."""
-        self._fence(i, j)
-        batch, device, stream = self.batches[i], self.devices[j], self._streams[j]
-        checkpointed = i < self.checkpoint_stop and self._state.grad
-        backward_task = None if self._backward_threads is None else BackwardTask(self._backward_threads, i, j)
-        barrier = self._barrier if j == 0 else None
-        run = StageRun(
-            self.partitions[j],
-            device,
-            self.resources.effects[j],
-            self._skip_trackers[i],
-            (i, j),
-            self._key,
-            self._parameters[j],
-        )
-
-        def compute() -> Batch:
-            with self._state.enter(), use_device(device), use_stream(stream):
-                if self._crosses(j - 1, j):
-                    batch[:] = Wait.apply(self.copy_streams[j][i], stream, *batch)  # type: ignore[no-untyped-call]
-                output, checkpoint = run.compute(
-                    batch, checkpointed=checkpointed, backward_task=backward_task, phony=barrier
+    def _run_task(self, i: int, j: int) -> None:
+        """Run a stage on a micro-batch, on the thread and the stream of the stage."""
+        try:
+            with self._state.enter(), use_device(self.devices[j]), use_stream(self._streams[j]):
+                batch = self._fence(i, j)
+                output, checkpoint = traced(
+                    f"stage {j}, micro-batch {i}", f"stage {j}", self._compute, i, j, batch
                 )
-            if checkpoint is not None:
-                self._checkpoints[i] = checkpoint
-            return output
+                self._finish(i, j, output, checkpoint)
+        except BaseException as error:
+            error.add_note(f"in stage {j} of the pipeline, on micro-batch {i}")
+            raise
 
-        return Task(i, j, compute)
-
-    def _fence(self, i: int, j: int) -> None:
-        """Copy a micro-batch and its skips to a stage's device, and order it after the previous micro-batch.
+    def _fence(self, i: int, j: int) -> Batch:
+        """The input of a stage on its device, with the skips that it takes, after the previous micro-batch.
 
         The backward pass has the reverse order: the previous micro-batch waits for this one.
         """
-        batch = self.batches[i]
+        batch, takes = self.batches[i], self.resources.skips[j].takes
         position = batch.carrier
         if j in self._phonies and position is not None:
             batch[position] = join(batch[position], self._phonies.pop(j))
-        for source, ns, name in self.resources.skip_layout.copy_policy(j):
-            if self._crosses(source, j):
-                streams = self.copy_streams[source][i], self.copy_streams[j][i]
-                self._skip_trackers[i].copy(batch, *streams, ns, name)
-        if self._crosses(j - 1, j):
-            streams = self.copy_streams[j - 1][i], self.copy_streams[j][i]
-            batch[:] = Copy.apply(*streams, *batch)  # type: ignore[no-untyped-call]
+        self._receive(batch, i, j - 1, j)
+        if not takes:
+            return batch
+        skips = [Batch([self._skips[i].pop(key)]) for key in takes]
+        for skip, source in zip(skips, takes.values(), strict=True):
+            self._receive(skip, i, source, j)
+        return Batch((batch.value, tuple(skip.value[0] for skip in skips)))
 
-    def _finish(self, result: TaskResult) -> None:
-        """Store a task's output, or raise its exception."""
-        if isinstance(result.result, BaseException):
-            raise result.result
-        i, j, batch = result.task.micro_batch, result.task.stage, result.result
-        if j + 1 < len(self.partitions) and self._leaves(j):
+    def _receive(self, batch: Batch, i: int, source: int, j: int) -> None:
+        """Copy tensors of an earlier stage to the device of this one, whose stream waits for the copies."""
+        if self._crosses(source, j) and len(batch):
+            target = self.copy_streams[j][i]
+            copies = Copy.apply(self.copy_streams[source][i], target, *batch)  # type: ignore[no-untyped-call]
+            batch[:] = Wait.apply(target, self._streams[j], *copies)  # type: ignore[no-untyped-call]
+
+    def _compute(self, i: int, j: int, batch: Batch) -> tuple[Batch, Checkpointing | None]:
+        threads, resources = self._backward_threads, self.resources
+        effects, skips, parameters = resources.effects[j], resources.skips[j], self._parameters[j]
+        run = StageRun(self.partitions[j], self.devices[j], effects, skips, (i, j), self._key, parameters)
+        return run.compute(
+            batch,
+            checkpointed=i < self.checkpoint_stop and self._state.grad,
+            backward_task=None if threads is None else BackwardTask(threads, i, j),
+            phony=self._barrier if j == 0 else None,
+        )
+
+    def _finish(self, i: int, j: int, batch: Batch, checkpoint: Checkpointing | None) -> None:
+        """Store a stage's output, and the skips that it gives."""
+        if self._leaves(j) and len(batch):
             streams = self._streams[j], self.copy_streams[j][i]
             batch[:] = Wait.apply(*streams, *batch)  # type: ignore[no-untyped-call]
-        checkpoint = self._checkpoints.pop(i, None)
         if checkpoint is not None:
-            with use_device(self.devices[j]):
-                checkpoint.recompute(batch)
+            checkpoint.recompute(batch)
+        if gives := self.resources.skips[j].gives:
+            value, skips = batch.value
+            self._skips[i].update(zip(gives, skips, strict=True))
+            batch = Batch(value)
+        if len(batch) == 0:
+            raise TypeError(f"a stage must return tensors, got {batch.value!r}")
         position = batch.carrier
         if i + 1 < len(self.batches) and position is not None:
             batch[position], self._phonies[j] = fork(batch[position])
@@ -341,13 +319,7 @@ class Pipeline:
         """Whether two stages are on different devices; False for the input of the first stage."""
         return source >= 0 and self.devices[source] != self.devices[target]
 
-    def _leaves(self, source: int) -> bool:
+    def _leaves(self, j: int) -> bool:
         """Whether a stage's output, or a skip, goes to another device."""
-        routes = self.resources.skip_layout.by_ns_name.values()
-        return self._crosses(source, source + 1) or any(
-            a == source and self._crosses(a, b) for a, b in routes
-        )
-
-
-def _nothing() -> Batch:
-    raise AssertionError("a placeholder for a task that could not be created")
+        following = [j + 1] if j + 1 < len(self.devices) else []
+        return any(self._crosses(j, k) for k in [*following, *self.resources.skips[j].gives.values()])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-
-from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.stream import AbstractStream
 
 
 class Namespace:
@@ -38,30 +35,15 @@ class Namespace:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Namespace) and self.id == other.id
 
-    # Namespaces are sorted together with None; any order is fine.
-    def __lt__(self, other: Namespace | None) -> bool:
-        return other is not None and self.id < other.id
+
+Key = tuple[Namespace | None, str]
 
 
+@dataclass
 class SkipTracker:
-    """Stores the skips of one thread outside a pipeline."""
+    """The skips that wait for the layers that pop them."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[Namespace | None, str], Any] = {}
-
-    def save(self, batch: Batch, ns: Namespace | None, name: str, tensor: Any) -> None:
-        """Stash a skip of a micro-batch."""
-        self.tensors[(ns, name)] = tensor
-
-    def load(self, batch: Batch, ns: Namespace | None, name: str) -> Any:
-        """Pop a skip. Raises KeyError if it was not stashed."""
-        return self.tensors.pop((ns, name))
-
-    def copy(
-        self, batch: Batch, source: AbstractStream, target: AbstractStream, ns: Namespace | None, name: str
-    ) -> None:
-        """Copy a skip to another device."""
-        raise TypeError("skips can be copied only between the stages of a pipeline")
+    tensors: dict[Key, Any] = field(default_factory=dict)
 
 
 class _Current(threading.local):
@@ -119,15 +101,15 @@ class Skippable(nn.Module):
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
 
-    def namespaced(self, name: str) -> tuple[Namespace | None, str]:
+    def namespaced(self, name: str) -> Key:
         """The name within its namespace."""
         return self.namespaces.get(name), name
 
-    def stashable(self) -> Iterator[tuple[Namespace | None, str]]:
+    def stashable(self) -> Iterator[Key]:
         """The names that the module stashes."""
         return (self.namespaced(name) for name in sorted(self.stashable_names))
 
-    def poppable(self) -> Iterator[tuple[Namespace | None, str]]:
+    def poppable(self) -> Iterator[Key]:
         """The names that the module pops."""
         return (self.namespaced(name) for name in sorted(self.poppable_names))
 
@@ -146,14 +128,12 @@ class Skippable(nn.Module):
         return self
 
     def forward(self, input: Any) -> Any:
-        tracker = current_skip_tracker()
-        batch = Batch(input)
+        skips = current_skip_tracker().tensors
         popped: dict[str, Any] = {}
-        for ns, name in self.poppable():
-            try:
-                popped[name] = tracker.load(batch, ns, name)
-            except KeyError:
-                raise RuntimeError(f"{name!r} cannot be popped: no layer has stashed it") from None
+        for key in self.poppable():
+            if key not in skips:
+                raise RuntimeError(f"{key[1]!r} cannot be popped: no layer has stashed it")
+            popped[key[1]] = skips.pop(key)
         stashed: dict[str, Any] = {}
 
         def handle_stash(name: str, tensor: Any) -> None:
@@ -168,16 +148,14 @@ class Skippable(nn.Module):
                 raise RuntimeError(f"{name!r} was popped twice")
             return popped.pop(name)
 
-        output = self.dispatch(batch.value, handle_stash, handle_pop)
+        output = self.dispatch(input, handle_stash, handle_pop)
         missing = sorted(self.stashable_names - stashed.keys())
         if missing:
             raise RuntimeError(f"{missing} were declared by @skippable(stash=...) but not stashed")
         if popped:
             raise RuntimeError(f"{sorted(popped)} were declared by @skippable(pop=...) but not popped")
-        batch = Batch(output)
-        for ns, name in self.stashable():
-            tracker.save(batch, ns, name, stashed[name])
-        return batch.value
+        skips.update({key: stashed[key[1]] for key in self.stashable()})
+        return output
 
     def dispatch(
         self, input: Any, handle_stash: Callable[[str, Any], None], handle_pop: Callable[[str], Any]
@@ -240,8 +218,8 @@ def skippable(
 
 def verify_skippables(module: nn.Sequential) -> None:
     """Raise TypeError, with all faults, for a module whose stashes and pops do not pair up."""
-    stashed: dict[tuple[Namespace | None, str], str] = {}
-    popped: dict[tuple[Namespace | None, str], str] = {}
+    stashed: dict[Key, str] = {}
+    popped: dict[Key, str] = {}
     faults: list[str] = []
     for where, layer in module.named_modules():
         if not isinstance(layer, Skippable):
@@ -270,47 +248,29 @@ def verify_skippables(module: nn.Sequential) -> None:
         raise TypeError("skip connections do not pair up:" + "".join(f"\n * {fault}" for fault in faults))
 
 
-Key = tuple[Namespace | None, str]
+@dataclass(frozen=True)
+class StageSkips:
+    """The skips between a stage and others: inputs and outputs of the stage, beside its micro-batch.
 
-
-class SkipLayout:
-    """The source and the destination stage of every skip.
-
-    >>> layout = SkipLayout(2, {(None, "x"): (0, 1)})
-    >>> list(layout.copy_policy(1)), layout.requires_copy(None, "x")
-    ([(0, None, 'x')], True)
+    A skip goes straight from the stage that stashes it to the stage that pops it, past those between.
     """
 
-    def __init__(self, num_partitions: int, skip_routes: Mapping[Key, tuple[int, int]]) -> None:
-        self.by_ns_name: dict[Key, tuple[int, int]] = dict(skip_routes)
-        self.by_partition: list[list[tuple[int, Namespace | None, str]]] = [[] for _ in range(num_partitions)]
-        for (ns, name), (source, destination) in skip_routes.items():
-            self.by_partition[destination].append((source, ns, name))
-        for arrivals in self.by_partition:
-            arrivals.sort(key=lambda arrival: arrival[0])
-
-    def copy_policy(self, next_j: int) -> Iterator[tuple[int, Namespace | None, str]]:
-        """The skips that stage `next_j` takes from other stages, sorted by source stage."""
-        return (arrival for arrival in self.by_partition[next_j] if arrival[0] != next_j)
-
-    def requires_copy(self, ns: Namespace | None, name: str) -> bool:
-        """Whether the source and the destination of a skip are different stages."""
-        source, destination = self.by_ns_name.get((ns, name), (-1, -1))
-        return source != destination
+    takes: dict[Key, int] = field(default_factory=dict)  # each with the stage that stashes it
+    gives: dict[Key, int] = field(default_factory=dict)  # each with the stage that pops it
 
 
-def inspect_skip_layout(partitions: Iterable[nn.Sequential]) -> SkipLayout:
-    """The layout of a partitioned module."""
+def inspect_skip_layout(partitions: Iterable[nn.Sequential]) -> list[StageSkips]:
+    """The skips of each stage of a partitioned module."""
     sources: dict[Key, int] = {}
-    routes: dict[Key, tuple[int, int]] = {}
-    count = 0
+    layout: list[StageSkips] = []
     for j, partition in enumerate(partitions):
-        count = j + 1
+        layout.append(StageSkips())
         for layer in partition.modules():
             if not isinstance(layer, Skippable):
                 continue
-            for key in layer.stashable():
-                sources[key] = j
+            sources.update(dict.fromkeys(layer.stashable(), j))
             for key in layer.poppable():
-                routes[key] = (sources[key], j)
-    return SkipLayout(count, routes)
+                if sources[key] != j:
+                    layout[j].takes[key] = sources[key]
+                    layout[sources[key]].gives[key] = j
+    return layout

@@ -1,4 +1,4 @@
-"""Streams of devices, with a placeholder for the CPU; copies and waits between them are autograd nodes.
+"""Streams of devices, None for the CPU; copies and waits between them are autograd nodes.
 
 compute stream of stage j     ──task──┐ Wait                       ┌ Wait ──task──
 copy streams of (j, j+1)              └────── Copy ────────────────┘
@@ -6,24 +6,14 @@ copy streams of (j, j+1)              └────── Copy ─────
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
-
-class CPUStreamType:
-    """The type of `CPUStream`, the only stream of the CPU."""
-
-    def __repr__(self) -> str:
-        return "CPUStream"
-
-
-CPUStream: CPUStreamType = CPUStreamType()
-
-AbstractStream: TypeAlias = torch.cuda.Stream | CPUStreamType
+AbstractStream: TypeAlias = torch.cuda.Stream | None
+CPUStream: None = None  # the CPU has no streams
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -35,7 +25,7 @@ def indexed(device: torch.device) -> torch.device:
 
 def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
     """Whether the stream is a CUDA stream."""
-    return stream is not CPUStream
+    return stream is not None
 
 
 def new_stream(device: torch.device) -> AbstractStream:
@@ -50,24 +40,14 @@ def current_stream(device: torch.device) -> AbstractStream:
     return torch.cuda.current_stream(device) if device.type == "cuda" else CPUStream
 
 
-@contextmanager
-def use_device(device: torch.device) -> Iterator[None]:
+def use_device(device: torch.device) -> AbstractContextManager[None]:
     """Make a CUDA device the current one; no effect for the CPU."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-@contextmanager
-def use_stream(stream: AbstractStream) -> Iterator[None]:
+def use_stream(stream: AbstractStream) -> AbstractContextManager[None]:
     """Make a stream the current one; no effect for the CPU."""
-    if not is_cuda(stream):
-        yield
-        return
-    with torch.cuda.stream(stream):
-        yield
+    return torch.cuda.stream(stream) if is_cuda(stream) else nullcontext()
 
 
 def get_device(stream: AbstractStream) -> torch.device:

@@ -10,7 +10,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -110,23 +110,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Task:
-    """The work of one stage on one micro-batch."""
-
-    micro_batch: int
-    stage: int
-    compute: Callable[[], Batch]
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """The result of a task: a batch, or an exception."""
-
-    task: Task
-    result: Batch | BaseException
-
-
 class StageThreads:
     """A thread for each stage, for all its forward and backward passes.
 
@@ -146,67 +129,32 @@ class StageThreads:
     def submit(self, stage: int, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Queue a job for a stage's thread."""
         with self._lock:
-            if self._process != os.getpid():  # threads do not survive a fork
-                self._process = os.getpid()
-                self._pools = [
-                    ThreadPoolExecutor(1, thread_name_prefix=f"stage {j}") for j in range(self.count)
-                ]
-            return self._pools[stage].submit(job, *args, **kwargs)
+            return self._pool(stage).submit(job, *args, **kwargs)
+
+    def submit_all(self, job: Callable[[int], None]) -> list[Future[None]]:
+        """Queue a job for every stage's thread, which gets the number of the stage.
+
+        They have the same place in all queues, so that jobs of two callers do not wait for each other.
+        """
+        with self._lock:  # each with its own copy of the caller's context variables
+            return [self._pool(j).submit(contextvars.copy_context().run, job, j) for j in range(self.count)]
+
+    def _pool(self, stage: int) -> ThreadPoolExecutor:
+        if self._process != os.getpid():  # threads do not survive a fork
+            self._process = os.getpid()
+            self._pools = [ThreadPoolExecutor(1, thread_name_prefix=f"stage {j}") for j in range(self.count)]
+        return self._pools[stage]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, also in another process, has threads of its own.
         return StageThreads, (self.count,)
 
 
-def run_task(task: Task) -> TaskResult:
-    """The result of a task, which may be its exception, so that no thread ends by it."""
-    try:
-        name = f"stage {task.stage}, micro-batch {task.micro_batch}"
-        return TaskResult(task, traced(name, f"stage {task.stage}", task.compute))
-    except BaseException as error:
-        error.add_note(f"in stage {task.stage} of the pipeline, on micro-batch {task.micro_batch}")
-        return TaskResult(task, error)
-
-
-@contextmanager
-def lend_workers(
-    threads: StageThreads, report: Callable[[TaskResult], None], prepare: Callable[[], None] = lambda: None
-) -> Iterator[Callable[[Task], None]]:
-    """A function that hands out tasks to the threads of their stages, which report the results.
-
-    All tasks have ended when the context ends.
-
-    >>> done = []
-    >>> with lend_workers(StageThreads(1), done.append) as hand_out:
-    ...     hand_out(Task(0, 0, lambda: Batch(1)))
-    >>> done[0].result.value
-    1
-    """
-    # Tasks run with the caller's context variables.
-    contexts = [contextvars.copy_context() for _ in range(threads.count)]
-    jobs: list[Future[None]] = []
-
-    def work(task: Task) -> None:
-        prepare()
-        report(run_task(task))
-
-    def hand_out(task: Task) -> None:
-        jobs.append(threads.submit(task.stage, contexts[task.stage].run, work, task))
-
-    try:
-        yield hand_out
-    finally:
-        # `report` may hand out more tasks, before its own job is done.
-        while pending := [job for job in jobs if not job.done()]:
-            wait(pending)
-
-
 # Backward passes on the CPU, where autograd itself has only one thread.
 #
 # Autograd runs the nodes of the graph on the caller's thread. A stage's node only queues its work for the
-# stage's thread, and returns placeholders: tensors of the right shape without memory. The real gradients pass
-# from stage to stage outside the graph. The barrier, the last node, waits for the threads and returns the
-# gradients of the input.
+# stage's thread, and returns placeholders: tensors of the right shape without memory, which hold the future
+# of the real gradients. The barrier, the last node, waits for the threads and returns those of the input.
 #
 #     caller   gather ─ (2,1) (2,0) (1,1) (1,0) (0,1) (0,0) ─ barrier ... waits ... ─ input
 #     stage 1            [  2,1  ][  1,1  ][  0,1  ]
@@ -221,12 +169,10 @@ class BackwardThreads:
 
     def __init__(self, threads: StageThreads) -> None:
         self.stages: int = threads.count
-        # The gradients of a stage's input, by (micro-batch, stage), until the stage before takes them.
-        self.gradients: dict[tuple[int, int], Future[Gradients]] = {}
-        self.recomputed: dict[tuple[int, int], Future[None]] = {}
         self._lock = threading.Lock()
         self._threads = threads
         self._pending: set[Future[Any]] = set()
+        self._failure: BaseException | None = None  # the first one
         self._cores = 1
 
     def submit(self, stage: int, job: Callable[[], Any]) -> Future[Any]:
@@ -242,7 +188,12 @@ class BackwardThreads:
 
     def _work(self, job: Callable[[], Any]) -> Any:
         torch.set_num_threads(max(1, self._cores // self.stages))
-        return job()
+        try:
+            return job()
+        except BaseException as error:
+            with self._lock:
+                self._failure = self._failure or error
+            raise
 
     def _ended(self, future: Future[Any]) -> None:
         with self._lock:
@@ -250,19 +201,18 @@ class BackwardThreads:
             if not self._pending:
                 torch.set_num_threads(self._cores)  # torch and MKL also have one number for all threads
 
-    def finish(self) -> dict[int, Gradients]:
-        """The gradients of the first stage's input, by micro-batch. Waits, and raises what a job raised."""
-        waiting = [(i, future) for (i, stage), future in self.gradients.items() if stage == 0]
-        self.gradients.clear()
-        self.recomputed.clear()
+    def finish(self) -> None:
+        """Wait for all jobs, and raise what the first failed one raised."""
+        pending = list(self._pending)
         try:
-            return {i: future.result() for i, future in waiting}
-        except BaseException:
-            for future in list(self._pending):
-                future.cancel()  # has no effect on jobs that run already
-            raise
+            wait(pending, return_when=FIRST_EXCEPTION)
         finally:
-            wait(list(self._pending))
+            for job in pending:
+                job.cancel()  # has no effect on jobs that run already
+            wait(pending)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
 
 @dataclass(frozen=True)
@@ -274,27 +224,21 @@ class BackwardTask:
     stage: int
 
     def submit_recompute(self, recompute: Callable[[], None]) -> None:
-        """Queue the recomputation, after that of the next stage: a skip may connect the two."""
+        """Queue the recomputation."""
         i, j = self.micro_batch, self.stage
-        later = self.threads.recomputed.get((i, j + 1))
+        name = f"stage {j}, micro-batch {i}, recomputation"
+        self.threads.submit(j, lambda: traced(name, f"stage {j}", recompute))
 
-        def job() -> None:
-            if later is not None:
-                later.result()
-            traced(f"stage {j}, micro-batch {i}, recomputation", f"stage {j}", recompute)
-
-        self.threads.recomputed[(i, j)] = self.threads.submit(j, job)
-
-    def submit_backward(self, grads: Gradients, backward: Callable[[Gradients], Gradients]) -> None:
-        """Queue the backward pass, after the gradient of the stage's output."""
+    def submit_backward(
+        self, grads: Gradients, backward: Callable[[Gradients], Gradients], inputs: tuple[Tensor, ...]
+    ) -> Gradients:
+        """Queue the backward pass, after those that compute `grads`. Returns placeholders for its results."""
         i, j = self.micro_batch, self.stage
-        later = self.threads.gradients.pop((i, j + 1), None)
-        recomputed = self.threads.recomputed.get((i, j))
+        # Only the gradients of the last stage's outputs come from the caller.
+        assert j == self.threads.stages - 1 or all(g is None or hasattr(g, _PROMISE) for g in grads)
 
         def job() -> Gradients:
-            if recomputed is not None:
-                recomputed.result()
-            arrived = grads if later is None else later.result()
+            arrived = tuple(map(real_gradient, grads))
             try:
                 name = f"stage {j}, micro-batch {i}, backward"
                 return traced(name, f"stage {j}", backward, arrived)
@@ -302,12 +246,30 @@ class BackwardTask:
                 error.add_note(f"in the backward pass of stage {j} of the pipeline, on micro-batch {i}")
                 raise
 
-        self.threads.gradients[(i, j)] = self.threads.submit(j, job)
+        future = self.threads.submit(j, job)
+        return tuple(_placeholder(x, future, k) if x.requires_grad else None for k, x in enumerate(inputs))
 
 
-def placeholder_gradient(like: Tensor) -> Tensor:
-    """A tensor with the shape of `like` and the memory of one element, in place of a gradient."""
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+_PROMISE = "promise"  # the attribute of a placeholder: the future of gradients, and the number of this one
+
+
+def _placeholder(like: Tensor, future: Future[Gradients], number: int) -> Tensor:
+    """A tensor with the shape of `like` and the memory of one element, in place of a gradient.
+
+    Zeros: the anomaly mode of autograd refuses NaN.
+    """
+    placeholder = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+    setattr(placeholder, _PROMISE, (future, number))
+    return placeholder
+
+
+def real_gradient(gradient: Tensor | None) -> Tensor | None:
+    """The gradient that a placeholder stands for, as soon as it is computed; others as they are."""
+    if gradient is None or not hasattr(gradient, _PROMISE):
+        return gradient
+    promise: tuple[Future[Gradients], int] = getattr(gradient, _PROMISE)
+    future, number = promise
+    return future.result()[number]
 
 
 def insert_barrier(threads: BackwardThreads, batches: list[Batch]) -> Tensor:
@@ -319,7 +281,7 @@ def insert_barrier(threads: BackwardThreads, batches: list[Batch]) -> Tensor:
     phony = get_phony(torch.device("cpu"), requires_grad=True)
     inputs = [batches[i][k] for i, k in slots]
     tied: Tensor
-    tied, *outputs = BackwardBarrier.apply(phony, threads, slots, *inputs)  # type: ignore[no-untyped-call]
+    tied, *outputs = BackwardBarrier.apply(phony, threads, *inputs)  # type: ignore[no-untyped-call]
     for (i, k), output in zip(slots, outputs, strict=True):
         batches[i][k] = output
     return tied
@@ -329,14 +291,12 @@ class BackwardBarrier(torch.autograd.Function):
     """Forward: the identity. Backward: waits for the threads, and returns the real gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, phony: Tensor, threads: BackwardThreads, slots: list[tuple[int, int]], *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.threads, ctx.slots = threads, slots
+    def forward(ctx: Any, phony: Tensor, threads: BackwardThreads, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.threads = threads
         ctx.set_materialize_grads(False)
         return phony.detach(), *(x.detach() for x in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        gradients = ctx.threads.finish()
-        return None, None, None, *(gradients[i][k] if i in gradients else None for i, k in ctx.slots)
+        ctx.threads.finish()
+        return None, None, *map(real_gradient, grads[1:])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -56,7 +56,10 @@ def number_draws(graph: fx.Graph) -> dict[str, Draws]:
 
 
 def keyed_program(program: nn.Module, draws: Mapping[str, Draws], prefix: str = "") -> nn.Module:
-    """The graph with nodes that draw by key; the graph itself if no node draws."""
+    """The graph with nodes that draw by key; the graph itself if no node draws.
+
+    A dispatch mode, as for stages cut along modules, would intercept every operator of the stage.
+    """
     drawing = {name.removeprefix(prefix).split("/")[0] for name in draws if name.startswith(prefix)}
     if not isinstance(program, fx.GraphModule) or drawing.isdisjoint(
         node.name for node in program.graph.nodes if node.op == "call_function"
@@ -167,15 +170,24 @@ def _checkpointed(module: nn.Module, values: Sequence[Any], written: Sequence[bo
                 arguments.append(earlier.clone() if again and earlier is not None else value)
         return tuple(module(*arguments))
 
-    unchanged = [v for v, w in zip(values, written, strict=True) if not w]
-    versions = [v._version for v in unchanged if isinstance(v, torch.Tensor)]
+    return recomputed(run, *(v for v, w in zip(values, written, strict=True) if not w))
+
+
+def recomputed(function: Callable[..., Any], *values: Any) -> tuple[Any, ...]:
+    """The results of a function that runs again for the gradient. It must not change its inputs."""
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    versions = [v._version for v in tensors]
     # With a key, the generators' states do not matter, and other threads may use the generators.
     rng = current_key() is None
     results = checkpoint(
-        run, *unchanged, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng
+        function,
+        *values,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), _Recomputing()),
+        preserve_rng_state=rng,
     )
-    if [v._version for v in unchanged if isinstance(v, torch.Tensor)] != versions:
-        raise PipelineError("a recomputed module changes its input in place")
+    if [v._version for v in tensors] != versions:
+        raise PipelineError("a recomputed part of the model changes its input in place")
     return tuple(results)
 
 
@@ -195,11 +207,6 @@ class _Recomputing(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self.stack.close()
-
-
-def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of the first run and of later runs, for `torch.utils.checkpoint`."""
-    return nullcontext(), _Recomputing()
 
 
 def _spans(line: Line, names: Sequence[str]) -> list[tuple[int, int]]:

@@ -137,17 +137,10 @@ def _doubt(captured: Trace) -> Doubt | None:
             sizes = {**signature.example, str(signature.batch): n, **dict.fromkeys(aliases, n)}
             calls.append((n, captured.fakes(mode, sizes)))
         if not calls:
-            calls = [(_batch_length(captured), captured.fakes(mode, signature.example))]
+            batch: Any = signature.example.get(str(signature.batch), signature.batch)
+            calls = [(batch, captured.fakes(mode, signature.example))]
         axes = {node: signature.axes.get(node.name) for node in captured.inputs}
         return doubt_about(captured.module, captured.graph, calls, axes)
-
-
-def _batch_length(captured: Trace) -> int:
-    pairs = (
-        (s.sizes(captured.signature.example), captured.signature.axes.get(s.name))
-        for s in captured.signature.tensors
-    )
-    return next(sizes[axis] for sizes, axis in pairs if axis is not None)
 
 
 def _attempt(
@@ -216,7 +209,7 @@ def _agree(whole: Any, halves: tuple[Any, Any]) -> bool | None:
 
 def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
     """The first node that differs, if an output of the graph differs for two batches together."""
-    axes = [captured.signature.axis(spec) for spec in captured.signature.tensors]
+    axes = captured.signature.tensor_axes
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
 
     def run(lanes: list[list[Any]]) -> list[Any]:

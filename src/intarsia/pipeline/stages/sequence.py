@@ -126,6 +126,20 @@ class StageSequence(nn.Module):
                         " distributed(..., weights=path), which loads a rank's own stages"
                     )
 
+    @property
+    def why_not_padded(self) -> str:
+        """Why a batch must not be padded with copies of a sample; empty if it may be."""
+        for i, stage in enumerate(self):
+            if stage.writes:
+                form = getattr(stage, "form", None)
+                names = [] if form is None else sorted(form.states.keys() & form.written)
+                state = form.states[names[0]] if form is not None and names else "its buffers"
+                return f"stage {i} updates {state}, which copies for padding would change"
+        for spec in self.signature.results:
+            if not self.signature.splits(spec):
+                return f"output {spec} has no batch dimension, so copies for padding could not be removed"
+        return ""
+
     def __len__(self) -> int:
         return len(self._modules)
 

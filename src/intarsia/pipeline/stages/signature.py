@@ -109,6 +109,21 @@ class CallSignature:
         """The inputs that are tensors, in order."""
         return tuple(s for s in self.inputs if isinstance(s, TensorSpec))
 
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        """The outputs that are tensors, in order."""
+        return tuple(s for s in self.outputs if isinstance(s, TensorSpec))
+
+    @property
+    def tensor_axes(self) -> list[int | None]:
+        """The batch axis of each input that is a tensor; None if it is not divided."""
+        return [self.axis(s) for s in self.tensors]
+
+    def samples(self, tensors: Sequence[torch.Tensor]) -> int:
+        """The samples of a call; 1 if no tensor is divided."""
+        pairs = zip(tensors, self.tensor_axes, strict=True)
+        return next((t.shape[axis] for t, axis in pairs if axis is not None), 1)
+
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[torch.Tensor]:
         """The tensors of a call, in order. Raises InputError for a call of another form."""
         leaves, spec = pytree.tree_flatten((tuple(args), self._ordered(kwargs or {})))
@@ -199,6 +214,14 @@ def _same(leaf: Any, value: Any) -> bool:
     ):
         return bool(leaf == value)
     return leaf is value or bool(leaf == value)
+
+
+def from_front(values: Sequence[torch.Tensor], axes: Sequence[int | None]) -> tuple[torch.Tensor, ...]:
+    """Values with the batch in front, in the form that the model takes.
+
+    A tensor that is not divided (its axis is None) has an extra dimension in front.
+    """
+    return tuple(v[0] if a is None else v.movedim(0, a) for v, a in zip(values, axes, strict=True))
 
 
 Axes = list[int | None]

@@ -270,24 +270,17 @@ def _describe(trace: Trace, node: fx.Node) -> TensorSpec | str:
 _BATCH_NORM, _COUNT = torch.ops.aten.batch_norm.default, torch.ops.aten.add_.Tensor
 
 
-class DeferredNode(nn.Module):
+class DeferredNode(DeferredBatchNorm):
     """Replaces `aten.batch_norm` in training in a graph."""
 
-    def __init__(self, momentum: float, eps: float) -> None:
-        super().__init__()
-        self.norm: DeferredBatchNorm = DeferredBatchNorm(1, eps, momentum, affine=False)
-
-    def begin(self, chunks: int) -> None:
-        """Start a batch of `chunks` micro-batches."""
-        self.norm.begin(chunks)
-
-    def forward(self, input: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, input: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor
+    ) -> Tensor:
         """The result of batch norm; the last micro-batch updates the statistics."""
         # The stage owns the states and passes them in every call, since they may move to another device.
-        self.norm._parameters.update(weight=weight, bias=bias)
-        self.norm._buffers.update(running_mean=mean, running_var=variance)
-        normalized: Tensor = self.norm(input)
-        return normalized
+        self._parameters.update(weight=weight, bias=bias)
+        self._buffers.update(running_mean=mean, running_var=variance)
+        return super().forward(input)
 
 
 class DeferredCount(nn.Module):
@@ -307,17 +300,20 @@ class DeferredCount(nn.Module):
         return batches
 
 
+Deferred = DeferredNode | DeferredCount
+
+
 class _Deferring(fx.GraphModule):
     """A stage's program with deferred nodes."""
 
 
-def defer_statistics(stages: Iterable[nn.Module], deferred: bool) -> list[DeferredNode | DeferredCount]:
+def defer_statistics(stages: Iterable[nn.Module], deferred: bool) -> list[Deferred]:
     """Set whether the batch norms of stages update their running statistics once per batch (`deferred`).
 
     Returns the deferred modules, whose `begin` starts a batch. Each micro-batch is normalized by its own
     statistics in both cases.
     """
-    norms: list[DeferredNode | DeferredCount] = []
+    norms: list[Deferred] = []
     for stage in stages:
         if isinstance(stage, Stage) and isinstance(stage.runner, _Deferring):
             object.__setattr__(stage, "runner", stage.program)
@@ -338,7 +334,7 @@ def defer_statistics(stages: Iterable[nn.Module], deferred: bool) -> list[Deferr
     return norms
 
 
-def _defer(stage: Stage) -> list[DeferredNode | DeferredCount]:
+def _defer(stage: Stage) -> list[Deferred]:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in stage.program.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -347,11 +343,12 @@ def _defer(stage: Stage) -> list[DeferredNode | DeferredCount]:
     placeholders = graph.find_nodes(op="placeholder")
     pairs = zip(placeholders, form.arguments, strict=True)
     states = {node: form.states[name] for node, name in pairs if name in form.states}
-    norms: list[DeferredNode | DeferredCount] = []
+    norms: list[Deferred] = []
     for node in list(graph.nodes):
         state = states.get(node.args[3 if node.target is _BATCH_NORM else 0]) if node.args else None
         if node.target is _BATCH_NORM and node.args[5] and state is not None:
-            deferred: DeferredNode | DeferredCount = DeferredNode(*node.args[6:8])
+            momentum, eps = node.args[6:8]
+            deferred: Deferred = DeferredNode(1, eps, momentum, affine=False)
             arguments = node.args[:5]
         elif node.target is _COUNT and state is not None and state.endswith("num_batches_tracked"):
             deferred, arguments = DeferredCount(), node.args[:1]

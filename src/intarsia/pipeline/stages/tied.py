@@ -105,6 +105,18 @@ def dense_gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+def gradient_elements(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter, which it must have; the stored elements of a sparse one, in its memory.
+
+    Entries for one place are summed first: their sum counts in a norm, and it may overflow.
+    """
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad.values()
+
+
 def global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
     """The number in torch.distributed of a rank of a group."""
     return rank if group is None else dist.get_global_rank(group, rank)

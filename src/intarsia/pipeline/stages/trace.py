@@ -136,7 +136,7 @@ def trace(
     states: dict[fx.Node, State] = {}
     inputs: list[fx.Node] = []
     entries: list[TensorSpec | Fixed] = []
-    names = _names(model)
+    names = tensor_names(model)
     states_by_id: dict[int, State] = {}
     for node, spec in zip(placeholders, specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
@@ -207,12 +207,12 @@ def _same_symbols(entries: Sequence[TensorSpec | Fixed], axes: Axes) -> dict[Any
     return {symbol: symbols[0] for symbol in symbols if symbol != symbols[0]}
 
 
-def _names(model: nn.Module) -> dict[int, list[str]]:
+def tensor_names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter and buffer, by its id."""
     names: dict[int, list[str]] = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(value), []).append(name)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        names.setdefault(id(buffer), []).append(name)
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, value in kind(remove_duplicate=False):
+            names.setdefault(id(value), []).append(name)
     return names
 
 

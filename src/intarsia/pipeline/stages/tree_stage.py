@@ -21,6 +21,7 @@ from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.gpipe.keyed_random import call_layer, numbered_draws
 from intarsia.pipeline.stages.stage import Stage, StageForm, graft_module, graft_tensor
+from intarsia.pipeline.stages.trace import tensor_names
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,7 @@ def keep_the_rest(model: nn.Module, parts: Sequence[TreeStage]) -> None:
     for name, _ in [*model.named_parameters(), *model.named_buffers()]:
         if name not in used:
             share(parts[0], name, model)
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = tensor_names(model)
     for part in parts:
         here = dict(part.named_parameters(remove_duplicate=False))
         for parameter in dict.fromkeys(here.values()):

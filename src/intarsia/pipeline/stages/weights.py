@@ -231,17 +231,18 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
         else:
             _take_value(slot, values)
     extra = [name for name in shards if name not in expected] if weights.strict else []
-    problems = [
-        f"{label} {some_of(names, most=5)}"
-        for label, names in (("lacks", missing), ("also has", extra), ("does not fit:", wrong))
-        if names
-    ]
-    if not problems:
+    text = misfit_text({"lacks": missing, "also has": extra, "does not fit:": wrong})
+    if not text:
         return
     hint = near_names(missing[0], extra) if missing else ""
     if hint:
         hint += " Map the names with rename="
-    raise InputError(f"{weights.path} {'; it '.join(problems)}{hint}")
+    raise InputError(f"{weights.path} {text}{hint}")
+
+
+def misfit_text(problems: Mapping[str, Sequence[str]]) -> str:
+    """What a file lacks, has besides, or has in another form, by labels; empty if it fits."""
+    return "; it ".join(f"{label} {some_of(names, most=5)}" for label, names in problems.items() if names)
 
 
 def _buffer_values(stages: StageSequence, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
