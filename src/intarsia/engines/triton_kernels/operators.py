@@ -119,8 +119,15 @@ def row_product(
 
 
 @row_product.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    gated = rest[-1]
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    gated: bool,
+) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if gated else 1))
 
 
