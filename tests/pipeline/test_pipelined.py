@@ -99,6 +99,8 @@ def test_one_sample_is_refused_where_a_copy_of_it_would_count():
     torch.testing.assert_close(model[1].running_mean, plain[1].running_mean)
     with pytest.raises(InputError, match=r"micro-batch 0 of 1: .*length of 1, but the stages were cut for 2"):
         pipe(batch[:1])
+    pipe = split(model.eval(), (batch,), stages=2, by="memory").gpipe(chunks=4)
+    torch.testing.assert_close(pipe(batch[:1]), model(batch[:1]))
 
 
 def test_refusals():

@@ -79,6 +79,26 @@ def test_changes_of_a_quantized_weight_are_noticed(change: Callable[[nn.Sequenti
     assert (fast.weights_digest() == before) is (change is _copy)
 
 
+class _Int4(nn.Module):
+    """The product of torchao's weights in 4 bits on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        integers = torch.randint(0, 16, (64, 64), dtype=torch.int32)
+        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1))
+        self.register_buffer("scales", torch.rand(2, 64, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, 32, self.scales).relu()
+
+
+def test_the_plan_says_that_weights_packed_by_torch_stay_there() -> None:
+    model = _Int4().eval()
+    fast = intarsia.compile(model, (X,), engines=["onnxruntime", "openvino"], min_block_size=1)
+    assert str(fast.plan).count("its weight in 4 bits is packed for PyTorch's own kernel") == 2
+    torch.testing.assert_close(fast(X), model(X))
+
+
 def test_a_quantized_weight_that_is_replaced_is_told() -> None:
     model = quantized("Int8WeightOnlyConfig")
     fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1)

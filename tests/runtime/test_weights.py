@@ -178,6 +178,11 @@ def test_buffers_the_model_changes_are_no_weights() -> None:
     assert fast(torch.ones(2)).tolist() == [1, 1]
     model.count.zero_()
     assert fast(torch.ones(2)).tolist() == [1, 1]
+    model.count = torch.zeros(())
+    with pytest.warns(UserWarning, match="count of the model was replaced after compiling"):
+        assert fast(torch.ones(2)).tolist() == [2, 2]
+    fast.refit(model)
+    assert fast(torch.ones(2)).tolist() == [1, 1] and float(model.count) == 1
 
 
 def test_state_dict_has_the_models_keys() -> None:

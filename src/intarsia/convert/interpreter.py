@@ -21,6 +21,10 @@ from intarsia.network import functional as F
 from intarsia.quantized import EMBEDDING, INTEGER_LINEAR, LINEAR
 
 aten = torch.ops.aten
+# Why operators have no converter, if that is known. The order of packed weights differs between processors.
+_NOT_CONVERTED: dict[Any, str] = {
+    aten._weight_int4pack_mm_for_cpu.default: "its weight in 4 bits is packed for PyTorch's own kernel",
+}
 # torch refuses their indices out of range even where no element is computed.
 _CHECKS_INDICES = frozenset(
     {aten.embedding.default, aten.index_reduce.default, aten.index_select.default, aten.narrow.Tensor}
@@ -137,7 +141,7 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
             passed_over.append(
                 f"the converter {candidate.name} does not take {node.name} ({node.target}): {reason}"
             )
-    raise NodeError(node, "; ".join(reasons) or "no converter")
+    raise NodeError(node, "; ".join(reasons) or _NOT_CONVERTED.get(node.target, "no converter"))
 
 
 def _empty_result(value: Any) -> Any:

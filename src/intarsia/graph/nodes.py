@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.lower.purity import is_pure, is_pure_operator, is_view_op, written_arguments
+from intarsia.lower.purity import (
+    is_pure,
+    is_pure_operator,
+    is_view_op,
+    updates_statistics,
+    written_arguments,
+)
 
 _SYM_OPERATORS: frozenset[Any] = frozenset(
     {
@@ -280,7 +286,7 @@ def changed_values(node: fx.Node) -> list[fx.Node]:
     if not isinstance(target, torch._ops.OpOverload):
         return [] if node.op != "call_function" or has_no_effect(node) else node.all_input_nodes
     roots = written_arguments(node)
-    if _MAY_ALIAS in target.tags:
+    if _MAY_ALIAS in target.tags and updates_statistics(node) is not False:
         # In training, batch_norm updates the running statistics, which its schema does not say.
         roots += [v for v in node.all_input_nodes if _is_buffer(v)]
     return roots

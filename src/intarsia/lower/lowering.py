@@ -27,7 +27,7 @@ from intarsia.lower.fourier import COMPLEX_AND_FOURIER
 from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered, note_replaced
 from intarsia.lower.passes import run_passes
-from intarsia.lower.purity import alias_of, may_copy, written_arguments
+from intarsia.lower.purity import alias_of, may_copy, updates_statistics, written_arguments
 from intarsia.lower.result_memory import output_layouts, output_views
 from intarsia.lower.unlift import unlift
 from intarsia.plain_tensors import is_traceable_subclass
@@ -84,10 +84,6 @@ def _free_views(graph: fx.Graph) -> None:
             node.target = aten.reshape.default
 
 
-# Composite operators that write to running statistics, which their schema does not say.
-_TRAINING_FLAG = {aten.batch_norm.default: 5, aten.instance_norm.default: 5}
-
-
 def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
     if node.op != "call_function":
         return False
@@ -101,8 +97,7 @@ def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
         return False  # its rule in torch's table gives the same node
     if target._schema.is_mutable or target in table:
         return True
-    flag = _TRAINING_FLAG.get(target)
-    return flag is not None and node.args[flag] is True
+    return bool(updates_statistics(node))
 
 
 def inline_grad_modes(module: fx.GraphModule) -> None:

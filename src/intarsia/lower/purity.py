@@ -149,6 +149,20 @@ def changes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+# Composite operators that write to running statistics in training, which their schema does not say, and the
+# place of the flag.
+_TRAINING: dict[Any, int] = {
+    torch.ops.aten.batch_norm.default: 5,
+    torch.ops.aten.instance_norm.default: 5,
+}
+
+
+def updates_statistics(node: fx.Node) -> bool | None:
+    """Whether a normalization writes to its running statistics; None for other operators."""
+    flag = _TRAINING.get(node.target)
+    return None if flag is None else node.args[flag] is True
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node writes to."""
     if node.op != "call_function" or not changes(node):

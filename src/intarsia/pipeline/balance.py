@@ -138,8 +138,7 @@ def _layers(
 
 def _run(layer: nn.Module, value: Any, skips: Skips) -> tuple[Any, Skips]:
     """The layer's output, and the skips after it."""
-    tracker = SkipTracker()
-    tracker.tensors = dict(skips)
+    tracker = SkipTracker(dict(skips))
     with use_skip_tracker(tracker):
         return layer(value), tracker.tensors
 

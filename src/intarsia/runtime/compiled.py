@@ -99,7 +99,11 @@ class _Fit:
         self.stands = self.eager is None or source.eager == "chosen"
         constants = {} if lowered.program is None else lowered.program.constants
         self.weights = FrozenWeights(
-            model if self.stands else None, constants_of(lowered.module), lowered.buffers, constants
+            model if self.stands else None,
+            constants_of(lowered.module),
+            lowered.buffers,
+            constants,
+            runs_model=self.eager is not None,
         )
         state = source.state
         if state is None:

@@ -80,12 +80,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that was compiled, with its name, and its place in a module's table if it has one."""
+    """A tensor that was compiled, with its name, and its place in a module's table if it has one.
+
+    Of one that `is_state`, to which calls write, only a replacement is a change.
+    """
 
     name: str
     tensor: torch.Tensor
     table: Table | None = None
     key: str = ""
+    is_state: bool = False
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
@@ -217,9 +221,10 @@ class _Watched:
         self.addresses = [part.data_ptr() for part in self.parts]
         # A write to a subclass counts at the subclass, not at its parts.
         wholes = self.parts if self.is_plain else [tensor.detach(), *self.parts]
-        self.counted = [part for part in wholes if not part.is_inference()]
+        self.counted = [part for part in wholes if not (part.is_inference() or weight.is_state)]
         self._counts = [VERSION(part) for part in self.counted]
-        self.samples = [sample for part in self.parts for sample in _samples(part)]
+        sampled = [] if weight.is_state else self.parts
+        self.samples = [sample for part in sampled for sample in _samples(part)]
         self.values = [sample.tobytes() for sample in self.samples]
 
     def holds(self, tensor: torch.Tensor | None) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -40,6 +41,8 @@ class FrozenWeights:
         used: Iterable[torch.Tensor],
         changing: Mapping[str, torch.Tensor],
         constants: Mapping[str, Any],
+        *,
+        runs_model: bool = False,
     ) -> None:
         ours, live = {place for tensor in used for place in storages_of(tensor)}, set(changing)
         candidates = [] if model is None else [w for w in weights_of(model) if w.name not in live]
@@ -47,7 +50,8 @@ class FrozenWeights:
         if model is not None:
             weights += _unregistered(constants, [w.tensor for w in weights], changing)
         self._tensors = [(weight.name, weight.tensor.detach()) for weight in weights]
-        self._freshness = Freshness(weights, model)
+        states = [] if model is None or runs_model else [w for w in weights_of(model) if w.name in live]
+        self._freshness = Freshness([*weights, *(replace(w, is_state=True) for w in states)], model)
         self._is_replaced = False  # a warning was given
         self.is_watched_elsewhere = False  # by the `PlacedForward` that calls the module
 
@@ -68,7 +72,7 @@ class FrozenWeights:
             self._is_replaced = True
             advice = None
             if change.kind is Kind.REPLACED:
-                advice = "the weights it was compiled with: call its refit(model) to use the new ones"
+                advice = "the tensors it was compiled with: call its refit(model) to use the new ones"
             warn_of_change(change, advice, stacklevel=4)
 
     def digest(self) -> str:

@@ -199,10 +199,7 @@ def _saved_options(
     flat: dict[str, Any] = {
         _OPTIONS + name: _empty(stored[_OPTIONS + name]) for name in names if _OPTIONS + name in stored
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about no_dist: each rank reads only for its own parameters
-        load(flat, checkpoint_id=str(path), no_dist=True)
-    return {key.removeprefix(_OPTIONS): from_bytes(data) for key, data in flat.items()}
+    return {key.removeprefix(_OPTIONS): from_bytes(data) for key, data in _read_alone(path, flat).items()}
 
 
 def _check_names(
@@ -232,10 +229,15 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     """The `state_dict` of the plain model from a checkpoint, in one process."""
     stored = _stored(path)
     flat: dict[str, Any] = {key: _empty(meta) for key, meta in stored.items() if key.startswith(_MODEL)}
+    return {key.removeprefix(_MODEL): value for key, value in _read_alone(path, flat).items()}
+
+
+def _read_alone(path: str | Path, flat: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fill these tensors from a checkpoint, without the other ranks."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about no_dist: one process is intended
+        warnings.simplefilter("ignore")  # about no_dist, which is intended
         load(flat, checkpoint_id=str(path), no_dist=True)
-    return {key.removeprefix(_MODEL): value for key, value in flat.items()}
+    return flat
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -56,7 +56,10 @@ def number_draws(graph: fx.Graph) -> dict[str, Draws]:
 
 
 def keyed_program(program: nn.Module, draws: Mapping[str, Draws], prefix: str = "") -> nn.Module:
-    """The graph with nodes that draw by key; the graph itself if no node draws."""
+    """The graph with nodes that draw by key; the graph itself if no node draws.
+
+    A dispatch mode, as for stages cut along modules, would intercept every operator of the stage.
+    """
     drawing = {name.removeprefix(prefix).split("/")[0] for name in draws if name.startswith(prefix)}
     if not isinstance(program, fx.GraphModule) or drawing.isdisjoint(
         node.name for node in program.graph.nodes if node.op == "call_function"

@@ -72,9 +72,6 @@ class Trace:
         """The names of the buffers that a forward pass changes."""
         names = set()
         for node in self.line.nodes:
-            # The schema is the same for both modes; in evaluation, it only reads the statistics.
-            if node.target is torch.ops.aten.batch_norm.default and not node.args[5]:
-                continue
             roots = {root for value in changed_values(node) for root in memory_of(value)}
             names |= {self.states[root].name for root in roots if root in self.states}
         return tuple(sorted(names))
