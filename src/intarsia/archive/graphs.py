@@ -28,7 +28,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from intarsia.archive.codec import Devices, Json, from_json, same_device, to_json
 from intarsia.archive.tensors import TensorTable
 from intarsia.errors import ArchiveError
-from intarsia.graph.nodes import module_path, source_line
+from intarsia.graph.nodes import CONTROL_FLOW, SIZE_FUNCTIONS, module_path, source_line
 
 # FX writes these into the source of a function, so they must be identifiers.
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -36,20 +36,17 @@ _PATH = re.compile(r"\w+(\.\w+)*", re.ASCII)
 _LINE = re.compile(r"([\w.\-<> ]+):(\d+)", re.ASCII)
 _TENSORS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _OVERLOAD = re.compile(r"(\w+)::(\w+)\.(\w+)", re.ASCII)
-_CONTROL_FLOW = ("cond", "while_loop", "scan", "map_impl", "associative_scan")
 # These operators open, and may create, the file that an argument names.
 _REFUSED = frozenset({"aten::from_file.default", "aten::from_file.out"})
 
-_OPERATORS = """getitem add sub mul truediv floordiv mod pow neg pos abs lt le eq ne ge gt and_ or_ xor not_
- invert lshift rshift"""
 _MATH = "floor ceil trunc sqrt log log2 exp sin cos tan asin acos atan sinh cosh tanh pow fabs"
 _SYMBOLIC = """sym_float sym_int sym_max sym_min sym_not sym_ite sym_sum _sym_sqrt _sym_log2 _sym_cos
  _sym_cosh _sym_sin _sym_sinh _sym_tan _sym_tanh _sym_asin _sym_acos _sym_atan"""
 # Functions of sizes, which can only compute.
 _FUNCTIONS: dict[str, Any] = {
-    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
+    "operator.getitem": operator.getitem,
+    **SIZE_FUNCTIONS,
     **{f"math.{name}": getattr(math, name) for name in _MATH.split()},
-    **{f"builtins.{kind.__name__}": kind for kind in (min, max, abs, int, float, bool, round)},
     **{f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC.split() if hasattr(torch, name)},
 }
 _NAMES = {id(function): name for name, function in _FUNCTIONS.items()}
@@ -236,7 +233,7 @@ def name_of(target: Any) -> str:
         if name in _REFUSED:
             raise ArchiveError(f"{name} reads a file, which a loaded model may not do")
         return name
-    if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _CONTROL_FLOW:
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in CONTROL_FLOW:
         return f"higher_order::{target.__name__}"
     if id(target) in _NAMES:
         return _NAMES[id(target)]
@@ -248,7 +245,7 @@ def find_operator(name: str) -> Any:
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     space, _, rest = name.partition("::")
-    if space == "higher_order" and rest in _CONTROL_FLOW:
+    if space == "higher_order" and rest in CONTROL_FLOW:
         return getattr(torch.ops.higher_order, rest)
     parts = _OVERLOAD.fullmatch(name)
     if parts is None or name in _REFUSED:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.capture.example import Call, copied_call, device_of
 from intarsia.capture.export import capture
-from intarsia.capture.input import check_call, resolve_call
+from intarsia.capture.input import check_call
 from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import kept_random_state, shared_copy
 from intarsia.compare import disagreement
@@ -64,7 +64,7 @@ def compile_with(
 ) -> Compiled | PartlyCompiled:
     """Compile a model. After an unexpected error, return it as it is, with a warning."""
     try:
-        compiled = _compile(options, model, args, kwargs or {}, dynamic_shapes)
+        compiled, call = _compile(options, model, args, kwargs or {}, dynamic_shapes)
     except InternalError as error:
         if options.is_strict:
             raise (error.__cause__ or error) from None
@@ -72,8 +72,7 @@ def compile_with(
         return model_as_it_is(model, str(error))
     try:
         with COMPILING, kept_random_state():
-            example = resolve_call(model, args, kwargs or {}, dynamic_shapes)
-            training = training_difference(model, (example[0], example[1]))
+            training = training_difference(model, call)
     except Exception as error:
         if options.is_strict:
             raise
@@ -93,7 +92,7 @@ def compile_whole(
     dynamic_shapes: Any = None,
 ) -> Compiled:
     """Compile a model as a whole. An IntarsiaError is raised, and the caller runs the model instead."""
-    compiled = _compile(replace(options, fallback="error"), model, args, kwargs or {}, dynamic_shapes)
+    compiled, _ = _compile(replace(options, fallback="error"), model, args, kwargs or {}, dynamic_shapes)
     assert isinstance(compiled, Compiled)
     return compiled
 
@@ -104,19 +103,22 @@ def _compile(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
-) -> Compiled | PartlyCompiled:
-    """Compile a model, whole or in parts. An exception of another package becomes an InternalError."""
+) -> tuple[Compiled | PartlyCompiled, Call]:
+    """The compiled model, whole or in parts, and its example call, in which every `Input` is drawn.
+
+    An exception of another package becomes an InternalError.
+    """
     began = time.perf_counter()
     check_call(model, args, kwargs)
     try:
         with COMPILING, torch_logs_kept(), kept_random_state(), device_of(model, args, kwargs):
             job = prepare(options, model, args, kwargs, dynamic_shapes, began)
             try:
-                return job.run()
+                return job.run(), job.request.call
             except (CaptureError, LoweringError) as error:
                 if _must_be_whole(job, error):
                     raise
-                return in_parts(job, first_line(error))
+                return in_parts(job, first_line(error)), job.request.call
     except Exception as error:
         if is_for_user(error):
             raise

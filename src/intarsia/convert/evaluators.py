@@ -116,34 +116,25 @@ _arithmetic((torch.sym_max, max), F.maximum)
 _arithmetic((torch.sym_min, min), F.minimum)
 
 
-@evaluator(operator.neg)
-def _neg(ctx: ConversionContext, a: Any) -> Any:
-    return F.neg(a) if isinstance(a, Tensor) else -a
+def _of_one(target: Any, python: Callable[[Any], Any], layers: Callable[[Tensor], Tensor]) -> None:
+    def function(ctx: ConversionContext, a: Any) -> Any:
+        return layers(a) if isinstance(a, Tensor) else python(a)
+
+    evaluator(target)(function)
 
 
-@evaluator(torch.sym_not)
-def _not(ctx: ConversionContext, a: Any) -> Any:
-    return F.logical_not(a) if isinstance(a, Tensor) else not a
+def _whole(x: Tensor) -> Tensor:
+    return F.cast(x, ir.DataType.INT64)
 
 
-@evaluator(torch.sym_float)
-def _float(ctx: ConversionContext, a: Any) -> Any:
-    return F.cast(a, _PYTHON_FLOAT) if isinstance(a, Tensor) else float(a)
-
-
-@evaluator(operator.abs)
-def _abs(ctx: ConversionContext, a: Any) -> Any:
-    return F.abs(a) if isinstance(a, Tensor) else abs(a)
-
-
-@evaluator(math.floor)
-def _floor(ctx: ConversionContext, a: Any) -> Any:
-    return F.cast(F.floor(a), ir.DataType.INT64) if isinstance(a, Tensor) else math.floor(a)
-
-
-@evaluator(math.ceil)
-def _ceil(ctx: ConversionContext, a: Any) -> Any:
-    return F.cast(F.ceil(a), ir.DataType.INT64) if isinstance(a, Tensor) else math.ceil(a)
+_of_one(operator.neg, operator.neg, F.neg)
+_of_one(operator.abs, abs, F.abs)
+_of_one(torch.sym_not, operator.not_, F.logical_not)
+_of_one(torch.sym_float, float, lambda x: F.cast(x, _PYTHON_FLOAT))
+_of_one(torch.sym_int, int, _whole)
+_of_one(math.trunc, int, _whole)
+_of_one(math.floor, math.floor, lambda x: _whole(F.floor(x)))
+_of_one(math.ceil, math.ceil, lambda x: _whole(F.ceil(x)))
 
 
 @evaluator(builtins.round)
@@ -163,23 +154,13 @@ def _sum(ctx: ConversionContext, items: Any) -> Any:
     return total
 
 
-@evaluator(operator.rshift)
-def _shift_right(ctx: ConversionContext, a: Any, b: Any) -> Any:
+@evaluator(operator.rshift, operator.lshift)
+def _shift(ctx: ConversionContext, a: Any, b: Any) -> Any:
     if isinstance(b, Tensor):
         raise ConversionError("a shift by a computed number is not handled")
-    return EVALUATORS[operator.floordiv](ctx, a, 1 << b)
-
-
-@evaluator(operator.lshift)
-def _shift_left(ctx: ConversionContext, a: Any, b: Any) -> Any:
-    if isinstance(b, Tensor):
-        raise ConversionError("a shift by a computed number is not handled")
-    return EVALUATORS[operator.mul](ctx, a, 1 << b)
-
-
-@evaluator(torch.sym_int, math.trunc)
-def _int(ctx: ConversionContext, a: Any) -> Any:
-    return F.cast(a, ir.DataType.INT64) if isinstance(a, Tensor) else int(a)
+    assert ctx.node is not None
+    by_power = operator.floordiv if ctx.node.target is operator.rshift else operator.mul
+    return EVALUATORS[by_power](ctx, a, 1 << b)
 
 
 @evaluator(torch.sym_ite)

@@ -22,40 +22,14 @@ from intarsia.lower.purity import (
     written_arguments,
 )
 
-_SYM_OPERATORS: frozenset[Any] = frozenset(
-    {
-        operator.add,
-        operator.sub,
-        operator.mul,
-        operator.truediv,
-        operator.floordiv,
-        operator.mod,
-        operator.pow,
-        operator.neg,
-        operator.pos,
-        operator.abs,
-        operator.lt,
-        operator.le,
-        operator.eq,
-        operator.ne,
-        operator.ge,
-        operator.gt,
-        operator.and_,
-        operator.or_,
-        operator.xor,
-        operator.not_,
-        operator.invert,
-        operator.lshift,
-        operator.rshift,
-        min,
-        max,
-        abs,
-        int,
-        float,
-        bool,
-        round,
-    }
-)
+_OPERATORS = """add sub mul truediv floordiv mod pow neg pos abs lt le eq ne ge gt and_ or_ xor not_ invert
+ lshift rshift"""
+# Arithmetic on sizes, by the names that files have for it; all of these can only compute.
+SIZE_FUNCTIONS: dict[str, Any] = {
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
+    **{f"builtins.{kind.__name__}": kind for kind in (min, max, abs, int, float, bool, round)},
+}
+_SYM_OPERATORS: frozenset[Any] = frozenset(SIZE_FUNCTIONS.values())
 _SIZE_PACKETS = frozenset(
     {
         torch.ops.aten.sym_size,
@@ -64,7 +38,7 @@ _SIZE_PACKETS = frozenset(
         torch.ops.aten.sym_storage_offset,
     }
 )
-_CONTROL_FLOW_NAMES = frozenset({"cond", "while_loop", "scan", "map_impl", "associative_scan"})
+CONTROL_FLOW = frozenset({"cond", "while_loop", "scan", "map_impl", "associative_scan"})
 
 
 def is_free(node: fx.Node) -> bool:
@@ -93,7 +67,7 @@ def is_size(node: fx.Node) -> bool:
 def is_control_flow(node: fx.Node) -> bool:
     """Whether a node is `torch.cond`, `while_loop`, `scan` or similar, which have a segment of their own."""
     target = node.target
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _CONTROL_FLOW_NAMES
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in CONTROL_FLOW
 
 
 def is_view(node: fx.Node) -> bool:

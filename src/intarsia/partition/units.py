@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from torch import fx
 
@@ -130,23 +131,21 @@ def _topological(
     position: Sequence[int], before: Sequence[Mapping[int, None]], members: Sequence[Sequence[fx.Node]]
 ) -> list[int]:
     """Units in dependency order, and in graph order where dependencies allow."""
-    after: list[list[int]] = [[] for _ in before]
-    missing = [len(earlier) for earlier in before]
-    for unit, earlier in enumerate(before):
-        for other in earlier:
-            after[other].append(unit)
-    ready = [(position[unit], unit) for unit, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
+    sorter = TopologicalSorter(dict(enumerate(before)))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        stuck = next(unit for unit in error.args[1] if len(members[unit]) > 1)
+        names = ", ".join(whereabouts(node) for node in members[stuck])
+        raise PartitionError(
+            f"an atomic pattern holds [{names}], but a node between them is outside it"
+        ) from error
+    ready: list[tuple[int, int]] = []
     order: list[int] = []
-    while ready:
+    while sorter.is_active():
+        for unit in sorter.get_ready():
+            heapq.heappush(ready, (position[unit], unit))
         _, unit = heapq.heappop(ready)
         order.append(unit)
-        for later in after[unit]:
-            missing[later] -= 1
-            if not missing[later]:
-                heapq.heappush(ready, (position[later], later))
-    if len(order) < len(before):
-        stuck = next(unit for unit, count in enumerate(missing) if count and len(members[unit]) > 1)
-        names = ", ".join(whereabouts(node) for node in members[stuck])
-        raise PartitionError(f"an atomic pattern holds [{names}], but a node between them is outside it")
+        sorter.done(unit)
     return order

@@ -93,10 +93,11 @@ class Definition:
         """Why the schedule cannot run with these numbers, or None."""
         return None if self.limit is None else self.limit(ranks, microbatches)
 
-    def rank_of(self, stage: int, ranks: int) -> int:
-        """The rank that holds a stage."""
-        turn, place = divmod(stage, ranks)
-        return ranks - 1 - place if self.folded and turn % 2 else place
+
+def rank_of(stage: int, ranks: int, folded: bool) -> int:
+    """The rank that holds a stage."""
+    turn, place = divmod(stage, ranks)
+    return ranks - 1 - place if folded and turn % 2 else place
 
 
 SCHEDULES: dict[str, Definition] = {}
@@ -341,9 +342,9 @@ def schedule(name: str, ranks: int, microbatches: int, per_rank: int | None = No
     assert definition.order is not None
     steps = tuple(tuple(definition.order(r, ranks, microbatches, each)) for r in range(ranks))
     for rank, slots in enumerate(steps):
-        wrong = next((s for s in slots if definition.rank_of(s.stage, ranks) != rank), None)
+        wrong = next((s for s in slots if rank_of(s.stage, ranks, definition.folded) != rank), None)
         if wrong is not None:
-            home = definition.rank_of(wrong.stage, ranks)
+            home = rank_of(wrong.stage, ranks, definition.folded)
             raise PartitionError(f"{name} runs {wrong} on rank {rank}; stage {wrong.stage} is on rank {home}")
     plan = Schedule(name, ranks * each, microbatches, steps)
     plan.table.check(name, microbatches)

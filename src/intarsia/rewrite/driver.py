@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import onnx_ir as ir
 
@@ -19,6 +19,7 @@ from intarsia.network.verify import verify_links
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 from intarsia.rewrite.transaction import Broken, Change, RewriteLog, attempt, last_line
 
+P = TypeVar("P")
 _LOOP = 64  # replacements of replacements that are looked at to find a loop
 
 
@@ -227,12 +228,15 @@ _READERS = 64  # no pattern counts the readers of a value that has more
 
 
 @dataclass(frozen=True)
-class Entry:
+class Labelled(Generic[P]):
     """A pattern as a manager holds it."""
 
     label: str
-    pattern: PatternRewriter
+    pattern: P
     benefit: float
+
+
+Entry = Labelled[PatternRewriter]
 
 
 class PatternIndex:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, Self
 
 from torch import nn
 
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, net_guard
-from intarsia.rewrite.driver import Driver, Entry, PatternIndex, bits
+from intarsia.rewrite.driver import Driver, Entry, Labelled, P, PatternIndex, bits
 from intarsia.rewrite.pattern import PatternAnalyzer, PatternRewriter, Refusal
 from intarsia.rewrite.transaction import RewriteLog, attempt
 
@@ -33,7 +33,55 @@ class MatchReport(NamedTuple):
         return f"{self.label}: {self.reason or 'matches'}"
 
 
-class RewritePatternManager:
+class _Manager(Generic[P]):
+    """Patterns under labels."""
+
+    _instance: ClassVar[Any] = None
+    _kind: ClassVar[type]
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Labelled[P]] = {}
+
+    @classmethod
+    def instance(cls) -> Self:
+        """The manager of `intarsia.compile`. Its patterns see every network."""
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance  # type: ignore[no-any-return]
+
+    def add(self, label: str, pattern: P, benefit: float = 0) -> None:
+        """Add a pattern with a label. The highest benefit comes first."""
+        if label in self._entries:
+            raise RewriteError(f"there is a pattern with the label {label!r}")
+        if not isinstance(pattern, self._kind):
+            raise RewriteError(f"{pattern!r}, labelled {label!r}, is not a {self._kind.__name__}")
+        self._entries[label] = Labelled(label, pattern, benefit)
+
+    def get(self, label: str) -> P:
+        if label not in self._entries:
+            raise RewriteError(
+                f"there is no pattern with the label {label!r}; there are {list(self._entries)}"
+            )
+        return self._entries[label].pattern
+
+    def remove(self, label: str) -> None:
+        """Remove a pattern; an error if the label is unknown."""
+        self.get(label)
+        del self._entries[label]
+
+    def entries(self) -> list[Labelled[P]]:
+        """All patterns with labels and benefits, in the order they were added."""
+        return list(self._entries.values())
+
+    def labels(self) -> list[str]:
+        """All labels, highest benefit first."""
+        return [entry.label for entry in self._sorted()]
+
+    def _sorted(self) -> list[Labelled[P]]:
+        return sorted(self._entries.values(), key=lambda entry: -entry.benefit)
+
+
+class RewritePatternManager(_Manager[PatternRewriter]):
     """Rewriting patterns, highest benefit first.
 
     >>> from intarsia.network import Network, Tensor, functional as F, net_guard
@@ -54,45 +102,7 @@ class RewritePatternManager:
       y = Relu(x)
     """
 
-    _instance: RewritePatternManager | None = None
-
-    def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
-
-    @classmethod
-    def instance(cls) -> RewritePatternManager:
-        """The manager of `intarsia.compile`. Its patterns are applied to every network."""
-        if cls._instance is None:
-            cls._instance = cls()
-        return cls._instance
-
-    def add(self, label: str, pattern: PatternRewriter, benefit: float = 0) -> None:
-        """Add a pattern with a label. Of the patterns that match, the highest benefit is applied."""
-        if label in self._entries:
-            raise RewriteError(f"there is a pattern with the label {label!r}")
-        if not isinstance(pattern, PatternRewriter):
-            raise RewriteError(f"{pattern!r}, labelled {label!r}, is not a PatternRewriter")
-        self._entries[label] = Entry(label, pattern, benefit)
-
-    def get(self, label: str) -> PatternRewriter:
-        if label not in self._entries:
-            raise RewriteError(
-                f"there is no pattern with the label {label!r}; there are {list(self._entries)}"
-            )
-        return self._entries[label].pattern
-
-    def entries(self) -> list[Entry]:
-        """All patterns with labels and benefits, in the order they were added."""
-        return list(self._entries.values())
-
-    def remove(self, label: str) -> None:
-        """Remove a pattern; an error if the label is unknown."""
-        self.get(label)
-        del self._entries[label]
-
-    def labels(self) -> list[str]:
-        """All labels, highest benefit first."""
-        return [entry.label for entry in self._sorted()]
+    _kind = PatternRewriter
 
     def rewrite(
         self,
@@ -156,49 +166,19 @@ class RewritePatternManager:
             return MatchReport(entry.label, str(error))
         return MatchReport(entry.label, outcome.reason if isinstance(outcome, Refusal) else "")
 
-    def _sorted(self) -> list[Entry]:
-        return sorted(self._entries.values(), key=lambda entry: -entry.benefit)
-
     def _pass(self, args: Any) -> None:
         for entry in self._entries.values():
             entry.pattern.args = args
 
 
-class AnalysisPatternManager:
+class AnalysisPatternManager(_Manager[PatternAnalyzer]):
     """Analysis patterns. Each receives all layers that it selected."""
 
-    _instance: AnalysisPatternManager | None = None
-
-    def __init__(self) -> None:
-        self._patterns: dict[str, tuple[float, PatternAnalyzer]] = {}
-
-    @classmethod
-    def instance(cls) -> AnalysisPatternManager:
-        """The manager of `intarsia.compile`. Its patterns see every network before it is rewritten."""
-        if cls._instance is None:
-            cls._instance = cls()
-        return cls._instance
-
-    def add(self, label: str, pattern: PatternAnalyzer, benefit: float = 0) -> None:
-        if label in self._patterns:
-            raise RewriteError(f"there is a pattern with the label {label!r}")
-        self._patterns[label] = (benefit, pattern)
-
-    def get(self, label: str) -> PatternAnalyzer:
-        if label not in self._patterns:
-            raise RewriteError(
-                f"there is no pattern with the label {label!r}; there are {list(self._patterns)}"
-            )
-        return self._patterns[label][1]
-
-    def remove(self, label: str) -> None:
-        """Remove a pattern; an error if the label is unknown."""
-        self.get(label)
-        del self._patterns[label]
+    _kind = PatternAnalyzer
 
     def analyze(self, net: Network, args: Any = None) -> None:
         """Call `match` of every pattern on every layer, then `analyze` on the selected layers."""
-        for _, pattern in sorted(self._patterns.values(), key=lambda held: -held[0]):
+        for pattern in (entry.pattern for entry in self._sorted()):
             pattern.args = args
             try:
                 pattern.analyze([layer for layer in net.get_layers() if _picks(pattern, layer)])

@@ -45,16 +45,6 @@ def gelu(ctx: Context, self: Tensor, *, approximate: str = "none") -> Tensor:
     return narrowed(ctx, F.gelu(x, approximate=approximate))
 
 
-@converter(aten.silu.default)
-def silu(ctx: Context, self: Tensor) -> Tensor:
-    return narrowed(ctx, F.silu(*promoted_wide(ctx, self)))
-
-
-@converter(aten.mish.default)
-def mish(ctx: Context, self: Tensor) -> Tensor:
-    return narrowed(ctx, F.mish(*promoted(ctx, self)))
-
-
 @converter(aten.leaky_relu.default)
 def leaky_relu(ctx: Context, self: Tensor, negative_slope: float = 0.01) -> Tensor:
     (x,) = promoted(ctx, self)
@@ -80,17 +70,6 @@ def prelu(ctx: Context, self: Tensor, weight: Tensor) -> Tensor:
         return narrowed(ctx, F.prelu(x, slope))
     # A slope that is not finite makes a NaN of zero, which the layer passes on.
     return narrowed(ctx, F.where(F.less(0.0, x), x, F.mul(x, slope)))
-
-
-@converter(aten.hardsigmoid.default)
-def hardsigmoid(ctx: Context, self: Tensor) -> Tensor:
-    (x,) = promoted_wide(ctx, self)  # a sixth is not the same in halves
-    return narrowed(ctx, F.hardsigmoid(x))
-
-
-@converter(aten.hardswish.default)
-def hardswish(ctx: Context, self: Tensor) -> Tensor:
-    return narrowed(ctx, F.hardswish(*promoted(ctx, self)))
 
 
 # Activations made of several layers: exponential units, shrinkage, gates.

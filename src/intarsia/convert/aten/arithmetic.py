@@ -62,18 +62,12 @@ def mul(ctx: Context, self: Any, other: Any) -> Tensor:
     return narrowed(ctx, F.mul(a, b))
 
 
-@converter(aten.addcmul.default)
-def addcmul(ctx: Context, self: Tensor, tensor1: Any, tensor2: Any, value: Any = 1) -> Tensor:
+@converter(aten.addcmul.default, aten.addcdiv.default)
+def add_term(ctx: Context, self: Tensor, tensor1: Any, tensor2: Any, value: Any = 1) -> Tensor:
+    """The sum with a product, or with a quotient, of two tensors."""
     x, a, b, scale = promoted_wide(ctx, self, tensor1, tensor2, value)
-    product = F.mul(a, b) if _is_one(value) else F.mul(F.mul(scale, a), b)
-    return narrowed(ctx, F.add(x, product))
-
-
-@converter(aten.addcdiv.default)
-def addcdiv(ctx: Context, self: Tensor, tensor1: Any, tensor2: Any, value: Any = 1) -> Tensor:
-    x, a, b, scale = promoted_wide(ctx, self, tensor1, tensor2, value)
-    quotient = F.div(a, b) if _is_one(value) else F.div(F.mul(scale, a), b)
-    return narrowed(ctx, F.add(x, quotient))
+    term = (F.mul if ctx.operator == "addcmul" else F.div)(a if _is_one(value) else F.mul(scale, a), b)
+    return narrowed(ctx, F.add(x, term))
 
 
 @converter(

@@ -149,14 +149,6 @@ def _repeat(x: Tensor, heads: Dim, shared: Dim) -> Tensor:
     return F.gather(x, np.arange(heads) // (heads // shared), axis=1)
 
 
-def _alone(ctx: Context, output: Tensor) -> tuple[Tensor | None, ...]:
-    """The attention of an operator with further results, which only training reads."""
-    for index in range(1, len(ctx.value)):
-        if used(ctx.node, index):
-            raise ConversionError(f"result {index} of {ctx.name}, which only training needs, is not handled")
-    return (output, *[None] * (len(ctx.value) - 1))
-
-
 @converter(aten.scaled_dot_product_attention.default, aten._scaled_dot_product_attention_math.default)
 def scaled_dot_product_attention(
     ctx: Context,
@@ -206,5 +198,9 @@ def fused_attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Any:
+    further = range(1, len(ctx.value))
+    for index in further:
+        if used(ctx.node, index):
+            raise ConversionError(f"result {index} of {ctx.name}, which only training needs, is not handled")
     mask = attn_bias if attn_mask is None else attn_mask
-    return _alone(ctx, attend(ctx, query, key, value, mask, is_causal, scale))
+    return (attend(ctx, query, key, value, mask, is_causal, scale), *[None for _ in further])

@@ -21,7 +21,7 @@ from intarsia.network import functional as F
 aten = torch.ops.aten
 BOOL = ir.DataType.BOOL
 
-Compare = Callable[[Any, Any], Tensor]
+Pair = Callable[[Any, Any], Tensor]
 
 
 def comparable(ctx: Context, a: Any, b: Any) -> tuple[Tensor, ...]:
@@ -40,55 +40,25 @@ def truth(value: Any) -> Tensor:
     return F.logical_not(F.equal(F.cast(value, native(value.dtype)), 0.0))
 
 
-def _different(a: Any, b: Any) -> Tensor:
-    return F.logical_not(F.equal(a, b))
-
-
-# Written as less with the sides swapped: OpenVINO's Greater holds for NaN.
-def greater(a: Any, b: Any) -> Tensor:
-    return F.less(b, a)
-
-
-def greater_equal(a: Any, b: Any) -> Tensor:
-    return F.less_equal(b, a)
-
-
-COMPARISONS: dict[str, Compare] = {
+COMPARISONS: dict[str, Pair] = {
     "eq": F.equal,
-    "ne": _different,
+    "ne": lambda a, b: F.logical_not(F.equal(a, b)),
     "lt": F.less,
     "le": F.less_equal,
-    "gt": greater,
-    "ge": greater_equal,
-}
-LOGIC: dict[str, Compare] = {
-    "logical_and": F.logical_and,
-    "logical_or": F.logical_or,
-    "logical_xor": F.logical_xor,
+    "gt": lambda a, b: F.less(b, a),  # OpenVINO's Greater holds for NaN
+    "ge": lambda a, b: F.less_equal(b, a),
 }
 
 
-def _comparison(name: str, functional: Compare) -> None:
-    def compare(ctx: Context, self: Any, other: Any) -> Tensor:
-        return functional(*comparable(ctx, self, other))
-
-    compare.__name__ = compare.__qualname__ = name
-    packet = getattr(aten, name)
-    converter(packet.Tensor, packet.Scalar)(compare)
+@converter(*(getattr(getattr(aten, name), kind) for name in COMPARISONS for kind in ("Tensor", "Scalar")))
+def compare(ctx: Context, self: Any, other: Any) -> Tensor:
+    return COMPARISONS[ctx.operator](*comparable(ctx, self, other))
 
 
-def _logic(name: str, functional: Compare) -> None:
-    def logic(ctx: Context, self: Any, other: Any) -> Tensor:
-        return functional(truth(self), truth(other))
-
-    logic.__name__ = logic.__qualname__ = name
-    converter(getattr(aten, name).default)(logic)
-
-
-for _name, _functional in COMPARISONS.items():
-    _comparison(_name, _functional)
-for _name, _functional in LOGIC.items():
-    _logic(_name, _functional)
+@converter(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default)
+def logic(ctx: Context, self: Any, other: Any) -> Tensor:
+    layer: Pair = getattr(F, ctx.operator)
+    return layer(truth(self), truth(other))
 
 
 @converter(aten.logical_not.default)
@@ -96,49 +66,36 @@ def logical_not(ctx: Context, self: Tensor) -> Tensor:
     return F.logical_not(truth(self))
 
 
-def always(x: Tensor) -> Tensor:
-    """True everywhere, for values that equal themselves."""
-    return F.equal(x, x)
-
-
-@converter(aten.isnan.default, aten.isinf.default)
+@converter(aten.isnan.default, aten.isinf.default, aten.isfinite.default)
 def is_special(ctx: Context, self: Tensor) -> Tensor:
+    asks_finite = ctx.operator == "isfinite"
     if self.dtype not in dtypes.FLOATS:
-        return F.logical_not(always(self))
-    return (F.isnan if ctx.operator == "isnan" else F.isinf)(F.cast(self, native(self.dtype)))
-
-
-@converter(aten.isfinite.default)
-def isfinite(ctx: Context, self: Tensor) -> Tensor:
-    if self.dtype not in dtypes.FLOATS:
-        return always(self)
-    return finite(F.cast(self, native(self.dtype)))
-
-
-def finite(x: Tensor) -> Tensor:
-    """Whether elements are neither infinite nor NaN; no comparison with NaN is true."""
-    return F.less(F.abs(x), math.inf)
+        every = F.equal(self, self)
+        return every if asks_finite else F.logical_not(every)
+    x = F.cast(self, native(self.dtype))
+    if asks_finite:
+        return F.less(F.abs(x), math.inf)  # no comparison with NaN is true
+    return F.isnan(x) if ctx.operator == "isnan" else F.isinf(x)
 
 
 # Bits of integers (of booleans: logic), and shifts.
 
-Pair = Callable[[Any, Any], Tensor]
+BITS: dict[str, tuple[Pair, Pair]] = {  # of integers, of booleans
+    "and": (F.bitwise_and, F.logical_and),
+    "or": (F.bitwise_or, F.logical_or),
+    "xor": (F.bitwise_xor, F.logical_xor),
+}
+_OPERATORS = [getattr(aten, form.format(name)) for name in BITS for form in ("bitwise_{}", "__{}__")]
 
 
-def _register(name: str, dunder: str, of_bits: Pair, of_truths: Pair) -> None:
-    def bitwise(ctx: Context, self: Any, other: Any) -> Tensor:
-        a, b = ctx.promote(self, other)
-        return of_truths(a, b) if ctx.dtype == BOOL else of_bits(a, b)
-
-    bitwise.__name__ = bitwise.__qualname__ = name
-    packet, operator = getattr(aten, name), getattr(aten, dunder)
-    targets = (packet.Tensor, packet.Scalar, packet.Scalar_Tensor, operator.Tensor, operator.Scalar)
-    converter(*targets)(bitwise)
-
-
-_register("bitwise_and", "__and__", F.bitwise_and, F.logical_and)
-_register("bitwise_or", "__or__", F.bitwise_or, F.logical_or)
-_register("bitwise_xor", "__xor__", F.bitwise_xor, F.logical_xor)
+@converter(
+    *(overload for packet in _OPERATORS for overload in (packet.Tensor, packet.Scalar)),
+    *(getattr(aten, f"bitwise_{name}").Scalar_Tensor for name in BITS),
+)
+def bitwise(ctx: Context, self: Any, other: Any) -> Tensor:
+    of_bits, of_truths = BITS[ctx.operator.removeprefix("bitwise_").strip("_")]
+    a, b = ctx.promote(self, other)
+    return of_truths(a, b) if ctx.dtype == BOOL else of_bits(a, b)
 
 
 @converter(aten.bitwise_not.default)

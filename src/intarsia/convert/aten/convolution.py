@@ -36,38 +36,6 @@ def _batched(x: Tensor, weight: Tensor) -> Tensor:
     return F.unsqueeze(x, [0]) if x.ndim == weight.ndim - 1 else x
 
 
-def _conv(
-    ctx: Context,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    pads: list[int],
-    dilation: Any,
-    groups: int,
-) -> Tensor:
-    """`pads` holds all begins, then all ends."""
-    if is_empty(input, weight):
-        return _of_nothing(ctx, bias)
-    rank = weight.ndim - 2
-    strides, dilations = per_axis(stride, rank, "stride"), per_axis(dilation, rank, "dilation")
-    x, w = wide(_batched(input, weight)), wide(weight)
-    if is_float(input):
-        result = F.conv(
-            x,
-            w,
-            None if bias is None else wide(bias),
-            strides=strides,
-            pads=pads,
-            dilations=dilations,
-            groups=groups,
-        )
-    else:
-        result = _integer_conv(x, w, strides, pads, dilations, groups)
-        result = result if bias is None else F.add(result, F.reshape(wide(bias), [-1, *[1] * rank]))
-    return _done(ctx, result, input, weight)
-
-
 def _done(ctx: Context, output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
     return F.cast(F.squeeze(output, [0]) if input.ndim == weight.ndim - 1 else output, ctx.dtype)
 
@@ -80,7 +48,13 @@ def _of_nothing(ctx: Context, bias: Tensor | None) -> Tensor:
 
 
 def _integer_conv(
-    x: Tensor, w: Tensor, strides: list[int], pads: list[int], dilations: list[int], groups: int
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    strides: list[int],
+    pads: list[int],
+    dilations: list[int],
+    groups: int,
 ) -> Tensor:
     """One exact integer product for each place of the kernel; engines convolve floats only."""
     rank = len(strides)
@@ -105,7 +79,8 @@ def _integer_conv(
         total = term if total is None else F.add(total, term)
     if total is None:
         raise ConversionError(f"a kernel of sizes {tuple(kernel)} is not handled")
-    return F.reshape(total, [static(x, 0), out, *sizes])
+    result = F.reshape(total, [static(x, 0), out, *sizes])
+    return result if bias is None else F.add(result, F.reshape(bias, [-1, *[1] * rank]))
 
 
 @converter(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
@@ -186,11 +161,7 @@ def _as_plain(
             stretched = F.slice(stretched, max(-begin, 0), size + min(end, 0), axis=2 + i)
         pads[i:i] = [max(begin, 0)]
         pads.append(max(end, 0))
-    ones = [1] * rank
-    if is_float(x):
-        return F.conv(stretched, turned, bias, strides=ones, pads=pads, dilations=dilations, groups=groups)
-    result = _integer_conv(stretched, turned, ones, pads, dilations, groups)
-    return result if bias is None else F.add(result, F.reshape(bias, [-1, *ones]))
+    return _integer_conv(stretched, turned, bias, [1] * rank, pads, dilations, groups)
 
 
 def _stretch(x: Tensor, axis: int, stride: int) -> Tensor:
@@ -228,15 +199,23 @@ def convolution(
 ) -> Tensor:
     if transposed:
         return conv_transpose(ctx, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    if is_empty(input, weight):
+        return _of_nothing(ctx, bias)
     rank = weight.ndim - 2
+    strides, dilations = per_axis(stride, rank, "stride"), per_axis(dilation, rank, "dilation")
     if padding == "same":
-        steps = per_axis(dilation, rank, "dilation")
-        spans = [step * (static(weight, 2 + i) - 1) for i, step in enumerate(steps)]
+        spans = [step * (static(weight, 2 + i) - 1) for i, step in enumerate(dilations)]
         # torch puts the odd element at the end
         pads = [span // 2 for span in spans] + [span - span // 2 for span in spans]
     else:
         pads = per_axis(0 if padding == "valid" else padding, rank, "padding") * 2
-    return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
+    x, w = wide(_batched(input, weight)), wide(weight)
+    shift = None if bias is None else wide(bias)
+    if is_float(input):
+        result = F.conv(x, w, shift, strides=strides, pads=pads, dilations=dilations, groups=groups)
+    else:
+        result = _integer_conv(x, w, shift, strides, pads, dilations, groups)
+    return _done(ctx, result, input, weight)
 
 
 # Windows of a tensor laid side by side, and added up again: unfold, im2col, col2im.

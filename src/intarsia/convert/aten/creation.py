@@ -98,21 +98,13 @@ def arange(ctx: Context, end: Any, start: Any = 0, step: Any = 1, *, dtype: Any 
     return F.cast(F.arange(start, end, step, INT64), ctx.dtype)
 
 
-@converter(aten.linspace.default)
-def linspace(ctx: Context, start: Any, end: Any, steps: Any, *, dtype: Any = None) -> Tensor:
-    _refuse_dynamic(start=start, end=end, steps=steps)
-    return literal(torch.linspace(start, end, steps, dtype=ctx.torch_dtype))
-
-
-@converter(aten.logspace.default)
-def logspace(
+@converter(aten.linspace.default, aten.logspace.default)
+def spaced(
     ctx: Context, start: Any, end: Any, steps: Any, base: float = 10.0, *, dtype: Any = None
 ) -> Tensor:
-    _refuse_dynamic(start=start, end=end, steps=steps)
-    return literal(torch.logspace(start, end, steps, base, dtype=ctx.torch_dtype))
-
-
-def _refuse_dynamic(**values: Any) -> None:
-    for name, value in values.items():
+    for name, value in (("start", start), ("end", end), ("steps", steps)):
         if isinstance(value, Tensor):
             raise ConversionError(f"{name} known only at run time is not handled")
+    if ctx.operator == "linspace":
+        return literal(torch.linspace(start, end, steps, dtype=ctx.torch_dtype))
+    return literal(torch.logspace(start, end, steps, base, dtype=ctx.torch_dtype))

@@ -123,22 +123,6 @@ def _batch(
     return _by_batch(input, weight, bias, eps)
 
 
-@converter(aten.batch_norm.default)
-def batch_norm(
-    ctx: Context,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return _batch(ctx, input, weight, bias, running_mean, running_var, training, eps)[0]
-
-
 def _with_statistics(ctx: Context, results: tuple[Tensor, Any, Any]) -> tuple[Any, ...]:
     result: list[Any] = [results[0]]
     for index, statistic in ((1, results[1]), (2, results[2])):
@@ -152,13 +136,14 @@ def _with_statistics(ctx: Context, results: tuple[Tensor, Any, Any]) -> tuple[An
 
 
 @converter(
+    aten.batch_norm.default,
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_no_training.default,
     aten._batch_norm_no_update.default,
 )
-def native_batch_norm(
+def batch_norm(
     ctx: Context,
     input: Tensor,
     weight: Tensor | None,
@@ -168,10 +153,14 @@ def native_batch_norm(
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     training: bool = False,
-) -> tuple[Any, ...]:
-    if len(ctx.value) > 3 and used(ctx.node, 3):
+    cudnn_enabled: bool = True,
+) -> Any:
+    """The result; and, of all operators but the first, the statistics."""
+    has_statistics = isinstance(ctx.value, tuple | list)
+    if has_statistics and len(ctx.value) > 3 and used(ctx.node, 3):
         raise ConversionError("the reserve of batch norm, which only training needs, is not handled")
-    return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, training, eps))
+    results = _batch(ctx, input, weight, bias, running_mean, running_var, training, eps)
+    return _with_statistics(ctx, results) if has_statistics else results[0]
 
 
 def _grouped(input: Tensor, groups: int) -> Tensor:
@@ -217,39 +206,32 @@ def _group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) 
     return F.cast(result, input.dtype)
 
 
-@converter(aten.group_norm.default)
+@converter(aten.group_norm.default, aten.native_group_norm.default)
 def group_norm(
     ctx: Context,
     input: Tensor,
-    num_groups: int,
+    num_groups: int = 1,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Tensor:
+    N: Any = None,
+    C: Any = None,
+    HxW: Any = None,
+    group: int = 1,
+) -> Any:
+    """The result; and, of the second operator, mean and reciprocal deviation."""
+    has_statistics, groups = isinstance(ctx.value, tuple | list), max(num_groups, group)
     if is_empty(input):
+        if has_statistics:
+            raise ConversionError("group norm of an empty tensor is not handled")
         return filled(ctx)
-    return _group_norm(input, num_groups, weight, bias, eps)
-
-
-@converter(aten.native_group_norm.default)
-def native_group_norm(
-    ctx: Context,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    N: Any,
-    C: Any,
-    HxW: Any,
-    group: int,
-    eps: float,
-) -> tuple[Tensor | None, ...]:
-    if is_empty(input):
-        raise ConversionError("group norm of an empty tensor is not handled")
-    result = _group_norm(input, group, weight, bias, eps)
+    result = _group_norm(input, groups, weight, bias, eps)
+    if not has_statistics:
+        return result
     if not used(ctx.node, 1) and not used(ctx.node, 2):
         return result, None, None
-    mean, rstd = _statistics(_grouped(wide(input, halves=True), group), [2], eps)
+    mean, rstd = _statistics(_grouped(wide(input, halves=True), groups), [2], eps)
     mean = left_where(mean, F.isinf(mean))
     return result, *(F.cast(F.squeeze(x, [2]), ctx.value[1].dtype) for x in (mean, rstd))
 

@@ -40,11 +40,14 @@ def _place(x: Tensor, axis: int, largest: bool) -> Tensor:
     """Index of the first extreme along an axis, which is kept; a NaN is the extreme, as in torch."""
     layer = F.argmax if largest else F.argmin
     place = layer(x, axis, keepdims=True)
-    if not is_float(x):
-        return place
+    return _first_nan(x, axis, place) if is_float(x) else place
+
+
+def _first_nan(x: Tensor, axis: int, otherwise: Tensor) -> Tensor:
+    """Index of the first NaN along an axis, which is kept."""
     nans = F.isnan(x)
     first = F.argmax(F.cast(nans, ir.DataType.INT32), axis, keepdims=True)
-    return F.where(holds_somewhere(nans, [axis], True), first, place)
+    return F.where(holds_somewhere(nans, [axis], True), first, otherwise)
 
 
 @converter(aten.argmax.default, aten.argmin.default)
@@ -69,14 +72,18 @@ def extreme_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> 
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
     place = _place(_comparable(self), axis, ctx.operator == "max")
-    values = pick(self, place, axis)
-    return (values, place) if keepdim else (F.squeeze(values, [axis]), F.squeeze(place, [axis]))
+    return _picked(self, place, axis, keepdim)
 
 
 def pick(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """Elements of `x` at indices along an axis."""
     carrier = F.cast(x, ir.DataType.FLOAT) if x.dtype == ir.DataType.BFLOAT16 else x
     return F.cast(F.gather_elements(carrier, indices, axis), x.dtype)
+
+
+def _picked(x: Tensor, indices: Tensor, axis: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+    values = pick(x, indices, axis)
+    return (values, indices) if keepdim else (F.squeeze(values, [axis]), F.squeeze(indices, [axis]))
 
 
 def best(x: Tensor, k: Any, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -196,7 +203,10 @@ def sort(
     return _ordered(ctx, self, size(self, dim) if self.ndim else 1, dim, descending, bool(stable))
 
 
-def _kth(ctx: Context, self: Tensor, k: int, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+@converter(aten.kthvalue.default)
+def kthvalue(
+    ctx: Context, self: Tensor, k: int, dim: int = -1, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     if is_empty(self):
         return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
@@ -211,35 +221,17 @@ def _kth(ctx: Context, self: Tensor, k: int, dim: int, keepdim: bool) -> tuple[T
     return result[0], result[1]
 
 
-@converter(aten.kthvalue.default)
-def kthvalue(
-    ctx: Context, self: Tensor, k: int, dim: int = -1, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _kth(ctx, self, k, dim, keepdim)
-
-
 @converter(aten.median.dim)
 def median_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The lower median; a NaN anywhere is the median."""
     if self.ndim == 0 or is_empty(self):
-        return _kth(ctx, self, 1, dim, keepdim)
+        return kthvalue(ctx, self, 1, dim, keepdim)
     axis = dim % self.ndim
-    values, indices = _kth(ctx, self, (static(self, axis) + 1) // 2, axis, True)
-    if is_float(self):
-        nans = F.isnan(_comparable(self))
-        first = F.argmax(F.cast(nans, ir.DataType.INT32), axis, keepdims=True)
-        indices = F.where(holds_somewhere(nans, [axis], True), first, indices)
-        values = pick(self, indices, axis)
-    return (values, indices) if keepdim else (F.squeeze(values, [axis]), F.squeeze(indices, [axis]))
-
-
-@converter(aten.median.default)
-def median(ctx: Context, self: Tensor) -> Tensor:
-    if is_empty(self):
-        return filled(ctx, math.nan)
-    if self.ndim == 0:
-        return self
-    return median_dim(ctx, F.reshape(self, [-1]), 0)[0]
+    middle = (static(self, axis) + 1) // 2
+    if not is_float(self):
+        return kthvalue(ctx, self, middle, axis, keepdim)
+    indices = kthvalue(ctx, self, middle, axis, True)[1]
+    return _picked(self, _first_nan(_comparable(self), axis, indices), axis, keepdim)
 
 
 @converter(aten.nanmedian.dim)
@@ -254,15 +246,17 @@ def nanmedian_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -
     # Numbers come before NaN: the middle one of them, or of none the first.
     middle = F.div(F.maximum(F.sub(count, 1), 0), 2)
     indices = F.gather_elements(order, middle, axis)
-    values = pick(self, indices, axis)
-    return (values, indices) if keepdim else (F.squeeze(values, [axis]), F.squeeze(indices, [axis]))
+    return _picked(self, indices, axis, keepdim)
 
 
-@converter(aten.nanmedian.default)
-def nanmedian(ctx: Context, self: Tensor) -> Tensor:
-    if is_empty(self) or self.ndim == 0 or not is_float(self):
-        return median(ctx, self)
-    return nanmedian_dim(ctx, F.reshape(self, [-1]), 0)[0]
+@converter(aten.median.default, aten.nanmedian.default)
+def median(ctx: Context, self: Tensor) -> Tensor:
+    if is_empty(self):
+        return filled(ctx, math.nan)
+    if self.ndim == 0:
+        return self
+    along = median_dim if ctx.operator == "median" else nanmedian_dim
+    return along(ctx, F.reshape(self, [-1]), 0)[0]
 
 
 # Values looked for among others: searchsorted, bucketize, isin, one_hot.

@@ -151,26 +151,16 @@ def max_pool(
     dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> Any:
-    if not isinstance(ctx.value, tuple | list):
-        return _max_pool(ctx, self, kernel_size, stride, padding, dilation, ceil_mode, False)[0]
-    read = used(ctx.node, 1)
-    values, indices = _max_pool(ctx, self, kernel_size, stride, padding, dilation, ceil_mode, read)
-    return values, indices if read else None
+    """The largest elements and, of the operators with indices, their places; None if nobody reads them."""
+    has_places = isinstance(ctx.value, tuple | list)
+    reads_places = has_places and used(ctx.node, 1)
 
+    def results(values: Tensor, places: Tensor | None) -> Any:
+        return (values, places if reads_places else None) if has_places else values
 
-def _max_pool(
-    ctx: Context,
-    self: Tensor,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    indices: bool,
-) -> tuple[Tensor, Tensor | None]:
     if is_empty(self):
-        output = 0 if isinstance(ctx.value, tuple | list) else None
-        return filled(ctx, output=output), filled(ctx, output=1) if indices else None
+        values = filled(ctx, output=0 if has_places else None)
+        return results(values, filled(ctx, output=1) if reads_places else None)
     rank = _rank(ctx)
     kernel = per_axis(kernel_size, rank, "kernel_size")
     strides = per_axis(stride, rank, "stride") if stride else kernel
@@ -183,19 +173,19 @@ def _max_pool(
             ends[i] = max(span - size - padded[i], 0)
     x = wide(_batched(self, rank))
     if not is_float(self) or any(end >= k for end, k in zip(ends, kernel, strict=True)):
-        return _max_by_windows(self, x, rank, kernel, strides, padded, ends, dilations)
-    result = F.max_pool(
-        x, kernel, strides=strides, pads=padded + ends, dilations=dilations, with_indices=indices
+        return results(*_max_by_windows(self, x, rank, kernel, strides, padded, ends, dilations))
+    pooled = F.max_pool(
+        x, kernel, strides=strides, pads=padded + ends, dilations=dilations, with_indices=reads_places
     )
-    values = F.cast(_unbatched(result[0], self, rank), self.dtype)
-    if not indices:
-        return values, None
+    values = F.cast(_unbatched(pooled[0], self, rank), self.dtype)
+    if not reads_places:
+        return results(values, None)
     # ONNX counts through the whole tensor, torch through each plane.
     plane: Any = 1
     for axis in range(2, 2 + rank):
         known = x.shape[axis]
         plane = plane * (known if isinstance(known, int) else F.size(x, axis))
-    return values, _unbatched(F.mod(result[1], plane), self, rank)
+    return results(values, _unbatched(F.mod(pooled[1], plane), self, rank))
 
 
 def _max_by_windows(

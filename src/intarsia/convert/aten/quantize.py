@@ -114,95 +114,64 @@ def _fits(zero_point: Any, dtype: ir.DataType) -> bool:
 if HAS_QUANTIZED:
     q = torch.ops.quantized_decomposed
 
-    @converter(q.quantize_per_tensor.default, q.quantize_per_tensor.tensor, q.quantize_per_tensor.tensor2)
-    def quantize_per_tensor(
-        ctx: Context, input: Tensor, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, dtype: Any
-    ) -> Tensor:
+    @converter(
+        *(q.quantize_per_tensor.default, q.quantize_per_tensor.tensor, q.quantize_per_tensor.tensor2),
+        q.quantize_per_channel.default,
+    )
+    def quantize(
+        ctx: Context, input: Tensor, quant_min: Any, quant_max: Any, dtype: Any,
+        scale: Any = None, zero_point: Any = None,
+        scales: Tensor | None = None, zero_points: Tensor | None = None, axis: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """By one scale, or by one for each channel along an axis."""
         limits = _limits(ctx, quant_min, quant_max)
-        zero = _flat(_zero_point(zero_point, ir.DataType.FLOAT))
-        x = F.cast(input, ir.DataType.FLOAT)
-        return F.cast(_steps(x, _flat(_inverse(scale)), zero, limits), ctx.dtype)
+        if scales is None or zero_points is None or axis is None:
+            inverse, zero = _flat(_inverse(scale)), _flat(_zero_point(zero_point, ir.DataType.FLOAT))
+        else:
+            if scales.dtype == ir.DataType.DOUBLE:
+                raise ConversionError("scales in float64 are not handled: torch then multiplies in float64")
+            numbers = (_inverse(scales), F.cast(zero_points, ir.DataType.FLOAT))
+            inverse, zero = (_along(values, axis, input.ndim) for values in numbers)
+        return F.cast(_steps(F.cast(input, ir.DataType.FLOAT), inverse, zero, limits), ctx.dtype)
 
     @converter(
-        q.dequantize_per_tensor.default, q.dequantize_per_tensor.tensor, q.dequantize_per_tensor.tensor2
+        *(q.dequantize_per_tensor.default, q.dequantize_per_tensor.tensor, q.dequantize_per_tensor.tensor2),
+        q.dequantize_per_channel.default,
     )
-    def dequantize_per_tensor(
-        ctx: Context,
-        input: Tensor,
-        scale: Any,
-        zero_point: Any,
-        quant_min: Any,
-        quant_max: Any,
-        dtype: Any,
-        *,
-        out_dtype: Any = None,
-    ) -> Tensor:
+    def dequantize(
+        ctx: Context, input: Tensor, quant_min: Any, quant_max: Any, dtype: Any,
+        scale: Any = None, zero_point: Any = None,
+        scales: Tensor | None = None, zero_points: Tensor | None = None, axis: int | None = None,
+        *, out_dtype: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """By one scale, or by one for each channel along an axis."""
+        if axis is not None:
+            return dequantized(input, _scale(scales), zero_points, axis, out_dtype)
         zero = _flat(zero_point) if isinstance(zero_point, Tensor) else zero_point
         return dequantized(input, _flat(_scale(scale)), zero, None, out_dtype)
 
-    @converter(q.quantize_per_channel.default)
-    def quantize_per_channel(
-        ctx: Context,
-        input: Tensor,
-        scales: Tensor,
-        zero_points: Tensor,
-        axis: int,
-        quant_min: int,
-        quant_max: int,
-        dtype: Any,
-    ) -> Tensor:
-        limits = _limits(ctx, quant_min, quant_max)
-        if scales.dtype == ir.DataType.DOUBLE:
-            raise ConversionError("scales in float64 are not handled: torch then multiplies in float64")
-        inverse, zero = _inverse(scales), F.cast(zero_points, ir.DataType.FLOAT)
-        inverse, zero = (_along(values, axis, input.ndim) for values in (inverse, zero))
-        return F.cast(_steps(F.cast(input, ir.DataType.FLOAT), inverse, zero, limits), ctx.dtype)
 
-    @converter(q.dequantize_per_channel.default)
-    def dequantize_per_channel(
-        ctx: Context,
-        input: Tensor,
-        scales: Tensor,
-        zero_points: Tensor | None,
-        axis: int,
-        quant_min: int,
-        quant_max: int,
-        dtype: Any,
-        *,
-        out_dtype: Any = None,
-    ) -> Tensor:
-        return dequantized(input, _scale(scales), zero_points, axis, out_dtype)
-
-
-def _fake(x: Tensor, scale: Tensor, zero_point: Tensor, inverse: Tensor, limits: tuple[int, int]) -> Tensor:
+@converter(
+    aten.fake_quantize_per_tensor_affine.default,
+    aten.fake_quantize_per_tensor_affine.tensor_qparams,
+    aten.fake_quantize_per_channel_affine.default,
+)
+def fake_quantize(
+    ctx: Context,
+    self: Tensor,
+    scale: Any,
+    zero_point: Any,
+    quant_min: int,
+    quant_max: int,
+    axis: int | None = None,
+) -> Tensor:
     """Round to the grid and stay in float32, no integer type needed."""
-    return F.mul(F.sub(_steps(x, inverse, zero_point, limits), zero_point), scale)
-
-
-@converter(aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per_tensor_affine.tensor_qparams)
-def fake_quantize_per_tensor(
-    ctx: Context, self: Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int
-) -> Tensor:
-    _float_only(self)
-    zero = _flat(_zero_point(zero_point, ir.DataType.FLOAT))
-    scale = _flat(_scale(scale))
-    return _fake(self, scale, zero, _inverse(scale), (quant_min, quant_max))
-
-
-@converter(aten.fake_quantize_per_channel_affine.default)
-def fake_quantize_per_channel(
-    ctx: Context, self: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int
-) -> Tensor:
-    _float_only(self)
-    scale, zero = _scale(scale), F.cast(zero_point, torch.float32)
-    inverse = _inverse(scale)
-    scale, zero, inverse = (_along(values, axis, self.ndim) for values in (scale, zero, inverse))
-    return _fake(self, scale, zero, inverse, (quant_min, quant_max))
-
-
-def _float_only(x: Tensor) -> None:
-    if x.dtype != ir.DataType.FLOAT:
-        raise ConversionError(f"fake quantization of {x.dtype.name} is not handled")
+    if self.dtype != ir.DataType.FLOAT:
+        raise ConversionError(f"fake quantization of {self.dtype.name} is not handled")
+    scale, zero = _scale(scale), _zero_point(zero_point, ir.DataType.FLOAT)
+    numbers = (scale, zero, _inverse(scale))
+    scale, zero, inverse = (_flat(x) if axis is None else _along(x, axis, self.ndim) for x in numbers)
+    return F.mul(F.sub(_steps(self, inverse, zero, (quant_min, quant_max)), zero), scale)
 
 
 # Products with weights in few bits, which lowering found (`lower/packing.py`).

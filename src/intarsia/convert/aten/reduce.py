@@ -169,52 +169,43 @@ def _variance(ctx: Context, self: Tensor, dim: Any, correction: Any, keepdim: bo
     return variance, mean if keepdim or not axes else F.squeeze(mean, axes)
 
 
-def _spread(
-    ctx: Context, x: Tensor, dim: Any, correction: Any, keepdim: bool, *, root: bool, mean: bool
+@converter(
+    *(
+        overload
+        for packet in (aten.var, aten.std, aten.var_mean, aten.std_mean)
+        for overload in (packet.default, packet.dim, packet.correction)
+    )
+)
+def spread(
+    ctx: Context,
+    self: Tensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
 ) -> Any:
-    if is_empty(x):
-        return tuple(filled(ctx, math.nan, i) for i in range(2)) if mean else filled(ctx, math.nan)
-    variance, centre = _variance(ctx, x, dim, correction, keepdim)
-    if root:  # eager adds up in float64, where the squares of what float32 holds do not overflow
+    """Variance or deviation; of two of these operators, also the mean."""
+    has_mean = ctx.operator.endswith("_mean")
+    if is_empty(self):
+        return tuple(filled(ctx, math.nan, i) for i in range(2)) if has_mean else filled(ctx, math.nan)
+    taken = int(unbiased) if correction is None else correction
+    variance, centre = _variance(ctx, self, dim, taken, keepdim)
+    if ctx.operator.startswith("std"):  # eager adds up in float64, where squares of float32 do not overflow
         variance = F.sqrt(left_where(variance, F.isinf(variance)))
     result = F.cast(variance, ctx.dtype)
-    if not mean:
+    if not has_mean:
         return result
     centre = left_where(centre, F.isinf(centre))  # eager's is infinite or NaN by the order it adds in
     return result, F.cast(centre, ctx.dtype)
 
 
-def _register_spread(name: str, root: bool, mean: bool) -> None:
-    packet = getattr(aten, name)
-
-    def spread(
-        ctx: Context,
-        self: Tensor,
-        dim: Any = None,
-        unbiased: bool = True,
-        keepdim: bool = False,
-        *,
-        correction: Any = None,
-    ) -> Any:
-        taken = int(unbiased) if correction is None else correction
-        return _spread(ctx, self, dim, taken, keepdim, root=root, mean=mean)
-
-    spread.__name__ = spread.__qualname__ = name
-    converter(packet.default, packet.dim, packet.correction)(spread)
-
-
-for _name, _root, _mean in (
-    ("var", False, False),
-    ("std", True, False),
-    ("var_mean", False, True),
-    ("std_mean", True, True),
-):
-    _register_spread(_name, _root, _mean)
-
-
-def _vector_norm(ctx: Context, self: Tensor, p: Any, dim: Any, keepdim: bool) -> Tensor:
+@converter(aten.linalg_vector_norm.default)
+def linalg_vector_norm(
+    ctx: Context, self: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
     """`sum(|x|**p)**(1/p)` and its limits."""
-    p = 2.0 if p is None else float(p)
+    p = 2.0 if ord is None else float(ord)
     if is_empty(self):
         return filled(ctx, math.inf if p < 0 else 0)
     x = F.abs(wide(F.cast(self, ctx.dtype), halves=True))
@@ -234,22 +225,7 @@ def _vector_norm(ctx: Context, self: Tensor, p: Any, dim: Any, keepdim: bool) ->
     return F.cast(F.pow(summed, 1 / p), ctx.dtype)
 
 
-@converter(aten.linalg_vector_norm.default)
-def linalg_vector_norm(
-    ctx: Context, self: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
-    return _vector_norm(ctx, self, ord, dim, keepdim)
-
-
 # Running sums, products and extremes.
-
-
-@converter(aten.cumsum.default)
-def cumsum(ctx: Context, self: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
-    x = wide(F.cast(self, ctx.dtype), halves=True)
-    return F.cast(x if self.ndim == 0 else F.cumsum(x, dim % self.ndim), ctx.dtype)
 
 
 def _shifted(x: Tensor, axis: int, step: int, fill: float) -> Tensor:
@@ -268,26 +244,25 @@ def _scan(x: Tensor, axis: int, fill: float, combine: Callable[[Tensor, Tensor],
     return x
 
 
-@converter(aten.cumprod.default)
-def cumprod(ctx: Context, self: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
-    x = wide(F.cast(self, ctx.dtype), halves=True)
-    return F.cast(x if self.ndim == 0 else _scan(x, dim % self.ndim, 1, F.mul), ctx.dtype)
-
-
-@converter(aten.logcumsumexp.default)
-def logcumsumexp(ctx: Context, self: Tensor, dim: int) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
-    x = wide(self, halves=True)
-    return F.cast(x if self.ndim == 0 else _scan(x, dim % self.ndim, -torch.inf, _logaddexp), ctx.dtype)
-
-
 def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
     largest = F.maximum(a, b)
     shift = F.where(F.isinf(largest), 0.0, largest)
     return F.add(F.log(F.add(F.exp(F.sub(a, shift)), F.exp(F.sub(b, shift)))), shift)
+
+
+_RUNNING: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "cumsum": F.cumsum,
+    "cumprod": lambda x, axis: _scan(x, axis, 1, F.mul),
+    "logcumsumexp": lambda x, axis: _scan(x, axis, -math.inf, _logaddexp),
+}
+
+
+@converter(*(getattr(aten, name).default for name in _RUNNING))
+def running(ctx: Context, self: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
+    if is_empty(self):
+        return filled(ctx)
+    x = wide(F.cast(self, ctx.dtype), halves=True)
+    return F.cast(_RUNNING[ctx.operator](x, dim % self.ndim) if self.ndim else x, ctx.dtype)
 
 
 @converter(aten.cummax.default, aten.cummin.default)

@@ -49,28 +49,16 @@ def scatter(
     reduce: str | None = None,
     include_self: bool = True,
 ) -> Tensor:
-    source = F.constant(value, self.dtype) if src is None else src
-    name = "sum" if ctx.operator == "scatter_add" else reduce
-    return _written(ctx, self, dim, index, source, _OLD_NAMES.get(name or "", name), include_self)
-
-
-def _written(
-    ctx: Context,
-    x: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str | None = None,
-    include_self: bool = True,
-) -> Tensor:
-    if index.shape == (0,) or 0 in index.shape:
-        return x  # nothing is written, whatever the ranks
+    if 0 in index.shape:
+        return self  # nothing is written, whatever the ranks
+    x, source = self, F.constant(value, self.dtype) if src is None else src
+    name = "sum" if ctx.operator == "scatter_add" else _OLD_NAMES.get(reduce or "", reduce)
     if x.ndim == 0 or index.ndim == 0:
         x, index, source = (F.reshape(t, [-1]) for t in (x, index, source))
     axis = wrap(dim, x.ndim)
     index = from_the_front(index, size(x, axis))
     source = expanded(source, sizes(index), index.shape) if source.ndim == 0 else cropped(source, index)
-    result = reduced(x, index, source, axis, reduce, include_self)
+    result = reduced(x, index, source, axis, name, include_self)
     return reshape(result, [], ()) if result_shape(ctx) == () else result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -19,28 +18,6 @@ from intarsia.network import functional as F
 aten = torch.ops.aten
 
 Formula = Callable[[Tensor], Tensor]
-
-# One layer each; integers and booleans become floats first, as in torch.
-LAYERS: dict[Any, Callable[[Any], Tensor]] = {
-    aten.acos.default: F.acos,
-    aten.acosh.default: F.acosh,
-    aten.asin.default: F.asin,
-    aten.asinh.default: F.asinh,
-    aten.atan.default: F.atan,
-    aten.atanh.default: F.atanh,
-    aten.cos.default: F.cos,
-    aten.cosh.default: F.cosh,
-    aten.erf.default: F.erf,
-    aten.exp.default: F.exp,
-    aten.log.default: F.log,
-    aten.reciprocal.default: F.reciprocal,
-    aten.sigmoid.default: F.sigmoid,
-    aten.sin.default: F.sin,
-    aten.sinh.default: F.sinh,
-    aten.sqrt.default: F.sqrt,
-    aten.tan.default: F.tan,
-    aten.tanh.default: F.tanh,
-}
 
 
 def expm1(x: Tensor) -> Tensor:
@@ -68,69 +45,38 @@ def trunc(x: Tensor) -> Tensor:
     return F.where(F.less(x, 0.0), F.ceil(x), F.floor(x))
 
 
+_ONE_LAYER = """abs acos acosh asin asinh atan atanh cos cosh erf exp hardswish log mish neg reciprocal
+ sigmoid sin sinh sqrt tan tanh"""
+# One layer each; integers and booleans become floats first where they do in torch.
+_LAYERS: dict[str, Formula] = {
+    **{name: getattr(F, name) for name in _ONE_LAYER.split()},
+    "absolute": F.abs,
+    "negative": F.neg,
+    "square": lambda x: F.mul(x, x),
+}
 # Several layers each, so halves are computed in float32.
-FORMULAS: dict[Any, Formula] = {
-    aten.exp2.default: lambda x: F.pow(F.constant(2.0, x.dtype), x),
-    aten.expm1.default: expm1,
-    aten.log10.default: lambda x: F.mul(F.log(x), 1 / math.log(10)),
-    aten.log1p.default: log1p,
-    aten.log2.default: lambda x: F.mul(F.log(x), 1 / math.log(2)),
-    aten.rsqrt.default: lambda x: F.reciprocal(F.sqrt(x)),
+_FORMULAS: dict[str, Formula] = {
+    "exp2": lambda x: F.pow(F.constant(2.0, x.dtype), x),
+    "expm1": expm1,
+    "hardsigmoid": F.hardsigmoid,  # a sixth is not the same in halves
+    "log10": lambda x: F.mul(F.log(x), 1 / math.log(10)),
+    "log1p": log1p,
+    "log2": lambda x: F.mul(F.log(x), 1 / math.log(2)),
+    "rsqrt": lambda x: F.reciprocal(F.sqrt(x)),
+    "silu": F.silu,
 }
-
 # Nothing to do to integers.
-ROUNDINGS: dict[Any, Callable[[Any], Tensor]] = {
-    aten.ceil.default: F.ceil,
-    aten.floor.default: F.floor,
-    aten.round.default: F.round,
-    aten.trunc.default: trunc,
-}
+_ROUNDINGS: dict[str, Formula] = {"ceil": F.ceil, "floor": F.floor, "round": F.round, "trunc": trunc}
 
 
-def _layer(target: Any, functional: Callable[[Any], Tensor]) -> None:
-    def layer(ctx: Context, self: Tensor) -> Tensor:
-        return narrowed(ctx, functional(*promoted(ctx, self)))
-
-    converter(target)(_named(layer, target))
-
-
-def _formula(target: Any, formula: Formula) -> None:
-    def layers(ctx: Context, self: Tensor) -> Tensor:
-        return narrowed(ctx, formula(*promoted_wide(ctx, self)))
-
-    converter(target)(_named(layers, target))
-
-
-def _rounding(target: Any, functional: Callable[[Any], Tensor]) -> None:
-    def rounding(ctx: Context, self: Tensor) -> Tensor:
-        if self.dtype not in dtypes.FLOATS:
-            return self
-        return narrowed(ctx, functional(*promoted(ctx, self)))
-
-    converter(target)(_named(rounding, target))
-
-
-def _named(function: Callable[..., Tensor], target: Any) -> Callable[..., Tensor]:
-    function.__name__ = function.__qualname__ = str(target._opname)
-    return function
-
-
-for _target, _function in LAYERS.items():
-    _layer(_target, _function)
-for _target, _function in FORMULAS.items():
-    _formula(_target, _function)
-for _target, _function in ROUNDINGS.items():
-    _rounding(_target, _function)
-
-
-@converter(aten.abs.default, aten.absolute.default)
-def abs(ctx: Context, self: Tensor) -> Tensor:
-    return narrowed(ctx, F.abs(*promoted(ctx, self)))
-
-
-@converter(aten.neg.default, aten.negative.default)
-def neg(ctx: Context, self: Tensor) -> Tensor:
-    return narrowed(ctx, F.neg(*promoted(ctx, self)))
+@converter(*(getattr(aten, name).default for name in (*_LAYERS, *_FORMULAS, *_ROUNDINGS)))
+def unary(ctx: Context, self: Tensor) -> Tensor:
+    name = ctx.operator
+    if name in _ROUNDINGS and self.dtype not in dtypes.FLOATS:
+        return self
+    if name in _FORMULAS:
+        return narrowed(ctx, _FORMULAS[name](*promoted_wide(ctx, self)))
+    return narrowed(ctx, {**_LAYERS, **_ROUNDINGS}[name](*promoted(ctx, self)))
 
 
 @converter(aten.sign.default, aten.sgn.default)
@@ -155,12 +101,6 @@ def is_negative(x: Tensor) -> Tensor:
     if x.dtype not in dtypes.FLOATS:
         return F.less(x, 0)
     return F.logical_or(F.less(x, 0.0), F.less(F.reciprocal(x), 0.0))
-
-
-@converter(aten.square.default)
-def square(ctx: Context, self: Tensor) -> Tensor:
-    (x,) = promoted(ctx, self)
-    return narrowed(ctx, F.mul(x, x))
 
 
 @converter(aten.round.decimals)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_ROUNDS, _REPLAYS = 7, 5
+_ROUNDS, _REPLAYS = 7, 5  # interleaved: times drift by more than rewrites gain
 
 
 def recorded(call: Callable[[], Any]) -> Callable[[], float]:

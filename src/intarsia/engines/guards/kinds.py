@@ -17,17 +17,22 @@ LONGEST_INPUT = 2**22
 
 
 @dataclass(frozen=True)
-class ValueGuard:
+class AnyGuard:
+    """A condition on values; its fields that are texts are the names of the tensors."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(value for value in vars(self).values() if isinstance(value, str))
+
+
+@dataclass(frozen=True)
+class ValueGuard(AnyGuard):
     """Elements of a tensor lie between two bounds, or the sum of their magnitudes is at most `high`."""
 
     tensor: str
     low: float
     high: float
     total: bool = False
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor,)
 
     def __str__(self) -> str:
         if self.total:
@@ -38,67 +43,48 @@ class ValueGuard:
 
 
 @dataclass(frozen=True)
-class NonZero:
+class NonZero(AnyGuard):
     """No element of a tensor is zero."""
 
     tensor: str
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor,)
 
     def __str__(self) -> str:
         return f"{self.tensor}, a divisor, must not hold 0"
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(AnyGuard):
     """The product of two tensors stays below a bound."""
 
     one: str
     other: str
     high: float
 
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.one, self.other)
-
     def __str__(self) -> str:
         return f"{self.one} times {self.other} must stay within {self.high:.10g}"
 
 
 @dataclass(frozen=True)
-class Index:
+class Index(AnyGuard):
     """Elements of a tensor are indices along some axes of another, from either end."""
 
     tensor: str
     data: str
     axes: tuple[int, ...]
 
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor, self.data)
-
     def __str__(self) -> str:
         return f"{self.tensor} must hold indices within {self.data} along {list(self.axes)}"
 
 
 @dataclass(frozen=True)
-class Quotient:
+class Quotient(AnyGuard):
     """The quotient of two tensors has 24 bits at most: its remainder is found exactly."""
 
     tensor: str
     divisor: str
 
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor, self.divisor)
-
     def __str__(self) -> str:
         return f"{self.tensor} must be finite, and less than 2**24 times {self.divisor}"
-
-
-AnyGuard = ValueGuard | NonZero | Product | Index | Quotient
 
 
 @dataclass
@@ -132,7 +118,7 @@ class Guards:
 # Guards as a program looks at them: those of inputs, and those the engine computes a number for.
 
 
-_KINDS = {kind.__name__: kind for kind in (ValueGuard, NonZero, Product, Index, Quotient)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (ValueGuard, NonZero, Product, Index, Quotient)}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import onnx_ir as ir
 
@@ -27,45 +26,11 @@ from intarsia.engines.guards.intervals import (
     read_layers,
     whole,
 )
-from intarsia.engines.guards.kinds import LONGEST_INPUT, AnyGuard, Guards, Index, NonZero, Product, ValueGuard
+from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
+from intarsia.engines.guards.limits import Limits
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network.ops import KEEPS_VALUES
-
-FINITE = Interval(-(2.0**100), 2.0**100)
-
-
-def of_rounded_product(layer: Layer, index: int) -> Interval | None:
-    """Tensors that can be rounded to integers: by `QuantizeLinear`, or by a kernel whose weight is constant.
-
-    A row is scaled by its largest magnitude: NaN and infinities make the whole row meaningless.
-    """
-    if layer.kind == "QuantizeLinear" and index == 0:
-        return FINITE  # which integer NaN becomes differs
-    if layer.kind not in ("MatMul", "Gemm") or index != 0:
-        return None
-    weight = layer.get_inputs(1)[0]
-    return FINITE if weight is not None and weight.value.const_value is not None else None
-
-
-class Limits(Protocol):
-    """The limits of an engine; it is correct for everything that they do not mention."""
-
-    engine: str
-    by_reciprocals: bool  # divides by multiplying, so that a denormal divisor overflows
-
-    def floats(self, layer: Layer, index: int) -> Interval | None:
-        """The floats that a layer accepts at an input; None for any."""
-
-    def integers(self, layer: Layer) -> Interval | None:
-        """The integers for which a layer is correct; None for all of them."""
-
-    def index_axes(self, layer: Layer) -> Sequence[int] | None:
-        """The axes that a layer's indices point into, where its kernel does not check them."""
-
-    def others(self, layer: Layer) -> Sequence[AnyGuard]:
-        """Further conditions of a layer of floats."""
-
 
 # Inputs of these are looked at before the engine runs.
 LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
@@ -74,7 +39,7 @@ LONG = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.D
 CALM = 2.0**36
 # Beyond this the next layer might overflow.
 HIGH = 2.0**120
-HIGHISH = 2.0**80
+HIGHISH = 2.0**80  # the square of this overflows
 _HANDED_ON = KEEPS_VALUES | {"Cast"}
 # Kernels that read or write wherever an index points; of integers in a line, OpenVINO's Gather does, too.
 _UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
@@ -161,7 +126,7 @@ class _Planner:
         for index, tensor in enumerate(layer.get_inputs()):
             if tensor is None or tensor.dtype not in dtypes.FLOATS:
                 continue
-            allowed = self.limits.floats(layer, index)
+            allowed = self.limits.allowed(layer, index)
             if allowed is not None:
                 self.require(layer, tensor, allowed)
 
@@ -390,7 +355,7 @@ def _wanted(layers: Sequence[Layer], limits: Limits) -> set[ir.Value]:
     for layer in reversed(layers):
         inputs = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
         minds = bool(limits.others(layer)) or any(
-            limits.floats(layer, index) is not None for index in range(len(layer.get_inputs()))
+            limits.allowed(layer, index) is not None for index in range(len(layer.get_inputs()))
         )
         if minds or any(t.value in wanted for t in layer.get_outputs()):
             wanted.update(t.value for t in inputs)

@@ -15,7 +15,8 @@ from intarsia.engines.guards import appended
 from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, Product, ValueGuard
-from intarsia.engines.guards.planner import FINITE, LOOKED_AT, plan_guards
+from intarsia.engines.guards.limits import FINITE, Limits
+from intarsia.engines.guards.planner import LOOKED_AT, plan_guards
 from intarsia.engines.mnn.program import CHECKS
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor
@@ -316,11 +317,10 @@ _HANDS_NAN_ON = (MOVES_DATA - {"Pad", "Trilu"}) | frozenset(
 )  # fmt: skip
 
 
-class MnnLimits:
+class MnnLimits(Limits):
     """The values that MNN's kernels treat as PyTorch does."""
 
     engine = "MNN"
-    by_reciprocals = False
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
         kind = layer.kind
@@ -342,9 +342,6 @@ class MnnLimits:
 
     def index_axes(self, layer: Layer) -> list[int] | None:
         return [layer.attribute("axis", 0)] if layer.kind == "Gather" else None
-
-    def others(self, layer: Layer) -> list[AnyGuard]:
-        return []
 
 
 def planned(net: Network) -> Guards:

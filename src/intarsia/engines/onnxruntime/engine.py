@@ -197,7 +197,8 @@ class OnnxRuntime(NetworkEngine):
         from intarsia.engines.onnxruntime.model import has_float64
         from intarsia.engines.onnxruntime.nbits import has_products_of_bytes, needs_unsigned_weights
 
-        if self.device != "cpu" or has_products_of_bytes(net) or needs_unsigned_weights(net):
+        is_plain = self.device == "cpu" and self.is_exact
+        if not is_plain or has_products_of_bytes(net) or needs_unsigned_weights(net):
             return None  # other forms of weights are made again from those of the archive
         model = self._guarded(net)
         metadata = {

@@ -19,7 +19,8 @@ from intarsia.engines.guards import appended
 from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, ValueGuard
-from intarsia.engines.guards.planner import FINITE, LOOKED_AT, of_rounded_product, plan_guards
+from intarsia.engines.guards.limits import FINITE, Limits
+from intarsia.engines.guards.planner import LOOKED_AT, plan_guards
 from intarsia.engines.onnxruntime.corrections import (
     cast_through_int64,
     compute_in_float32,
@@ -69,7 +70,7 @@ def guarded(
     `quantize` makes a model whose products round activations, and lists the weights that it does not hold.
     """
     proto, weights = (quantize or to_proto)(net)
-    limits = OnnxRuntimeLimits() if quantize is None else RoundedProductLimits()
+    limits = OnnxRuntimeLimits(rounded=quantize is not None)
     planned = plan_guards(net, limits) if guards else Guards()
     check_bodies(net, guards, device)
     if device == "cpu":
@@ -203,11 +204,10 @@ _MASK = {"Attention": 3, "com.microsoft::MultiHeadAttention": 5}
 _SMALL = Interval(-(2.0**16), 2.0**16)
 
 
-class OnnxRuntimeLimits:
+class OnnxRuntimeLimits(Limits):
     """Nearly all kernels see all bits of integers here, and check indices."""
 
     engine = "ONNX Runtime"
-    by_reciprocals = False
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
         kind = layer.kind
@@ -234,21 +234,6 @@ class OnnxRuntimeLimits:
 
     def integers(self, layer: Layer) -> Interval | None:
         return _LOWER_HALF if layer.kind in _EXTREMES else None
-
-    def index_axes(self, layer: Layer) -> None:
-        return None
-
-    def others(self, layer: Layer) -> list[AnyGuard]:
-        return []
-
-
-class RoundedProductLimits(OnnxRuntimeLimits):
-    """Of kernels that round activations to integers, besides."""
-
-    def floats(self, layer: Layer, index: int) -> Interval | None:
-        if layer.kind == "com.microsoft::MatMulNBits" and index == 0:
-            return FINITE
-        return of_rounded_product(layer, index) or super().floats(layer, index)
 
 
 # Guards that are not of inputs: the model computes a number for each, in one more output.

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from intarsia.engines.base import GrowingFile, Packed
 from intarsia.engines.onnxruntime.engine import OnnxRuntime
 from intarsia.errors import EngineError
 
@@ -49,9 +48,6 @@ class OnnxRuntimeInt8(OnnxRuntime):
         if reason is not None or self.device == "cpu":
             return reason
         return f"ONNX Runtime has no 8-bit products for {self.device!r}"
-
-    def pack(self, net: Network, file: GrowingFile) -> Packed | None:
-        return None  # it holds its weights, in 8 bits; they are made again from those of the archive
 
     def _guarded(self, net: Network) -> Model:
         from intarsia.engines.onnxruntime.model import guarded
@@ -120,9 +116,6 @@ class _ShortWeights(OnnxRuntime):
         if importlib.util.find_spec(_TOOL) is None:
             return f"this version of ONNX Runtime has no {_TOOL}"
         return None
-
-    def pack(self, net: Network, file: GrowingFile) -> Packed | None:
-        return None  # short weights are made again from those of the archive
 
     def _guarded(self, net: Network) -> Model:
         from intarsia.engines.onnxruntime.model import guarded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,60 +31,47 @@ def add_up_in_parts(model: Any) -> None:
     little.
     """
     for operation in model.get_ordered_ops():
-        if operation.get_type_name() == "MatMul":
-            _split_product(operation)
-        elif operation.get_type_name() == "Convolution":
-            _split_convolution(operation)
+        if operation.get_type_name() in ("Convolution", "MatMul"):
+            _split(operation)
     model.validate_nodes_and_infer_types()
 
 
-def _split_product(product: Any) -> None:
+def _split(product: Any) -> None:
     from openvino import opset13 as ov
 
     source = product.get_attributes()
     x, weight = product.input_value(0), _constant(product.input_value(1))
-    if weight is None or weight.ndim != 2 or source["transpose_a"]:
-        return
-    rows = weight.T if source["transpose_b"] else weight
-    sizes = _sizes(rows.shape[0], rows.shape[0], _MOST_TERMS)
-    if len(sizes) == 1:
-        return
-    parts = _split(ov, x, len(x.get_partial_shape()) - 1, sizes)
-    ends = np.cumsum(sizes)
-    terms = [
-        ov.matmul(part, ov.constant(np.ascontiguousarray(rows[end - size : end].T)), False, True)
-        for part, size, end in zip(parts, sizes, ends, strict=True)
-    ]
-    replace(product.output(0), _total(ov, terms).output(0))
-
-
-def _split_convolution(convolution: Any) -> None:
-    from openvino import opset13 as ov
-
-    source = convolution.get_attributes()
-    x, weight = convolution.input_value(0), _constant(convolution.input_value(1))
     if weight is None:
         return
-    steps = [*source["strides"], *source["dilations"]]
-    transformed = weight[0, 0].size > 1 and all(step == 1 for step in steps)
-    sizes = _sizes(weight[0].size, weight.shape[1], _MOST_TRANSFORMED if transformed else _MOST_TERMS)
-    if len(sizes) == 1:
+    if product.get_type_name() == "MatMul":
+        if weight.ndim != 2 or source["transpose_a"]:
+            return
+        weight = weight if source["transpose_b"] else weight.T
+        axis, most = len(x.get_partial_shape()) - 1, _MOST_TERMS
+        rest: list[Any] = [False, True]
+        layer = ov.matmul
+    else:
+        steps = [*source["strides"], *source["dilations"]]
+        transformed = weight[0, 0].size > 1 and all(step == 1 for step in steps)
+        axis, most = 1, _MOST_TRANSFORMED if transformed else _MOST_TERMS
+        rest = [source[name] for name in ("strides", "pads_begin", "pads_end", "dilations", "auto_pad")]
+        layer = ov.convolution
+    count = min(-(-weight[0].size // most), weight.shape[1])
+    if count == 1:
         return
-    parts = _split(ov, x, 1, sizes)
-    ends = np.cumsum(sizes)
+    weights = np.array_split(weight, count, axis=1)  # as equal as can be
+    lengths = ov.constant(np.array([part.shape[1] for part in weights], np.int64))
+    parts = ov.variadic_split(x, ov.constant(np.int64(axis)), lengths).outputs()
     terms = [
-        ov.convolution(
-            part,
-            ov.constant(np.ascontiguousarray(weight[:, end - size : end])),
-            source["strides"],
-            source["pads_begin"],
-            source["pads_end"],
-            source["dilations"],
-            source["auto_pad"],
-        )
-        for part, size, end in zip(parts, sizes, ends, strict=True)
+        layer(part, ov.constant(np.ascontiguousarray(own)), *rest)
+        for part, own in zip(parts, weights, strict=True)
     ]
-    replace(convolution.output(0), _total(ov, terms).output(0))
+    while len(terms) > 1:  # in pairs
+        terms = [
+            ov.add(*terms[at : at + 2]) if at + 1 < len(terms) else terms[at]
+            for at in range(0, len(terms), 2)
+        ]
+    replace(product.output(0), terms[0].output(0))
 
 
 def _constant(value: Any) -> np.ndarray[Any, Any] | None:
@@ -97,27 +84,6 @@ def _constant(value: Any) -> np.ndarray[Any, Any] | None:
         return None
     turned, order = (_constant(one) for one in node.input_values())
     return None if turned is None or order is None else turned.transpose(order)
-
-
-def _sizes(terms: int, channels: int, most: int) -> list[int]:
-    """How many channels each part has, as equal as can be."""
-    count = min(-(-terms // most), channels)
-    return [len(part) for part in np.array_split(np.arange(channels), count)]
-
-
-def _split(ov: Any, x: Any, axis: int, sizes: Sequence[int]) -> list[Any]:
-    lengths = ov.constant(np.array(sizes, np.int64))
-    return list(ov.variadic_split(x, ov.constant(np.int64(axis)), lengths).outputs())
-
-
-def _total(ov: Any, terms: Sequence[Any]) -> Any:
-    """The sum, in pairs."""
-    while len(terms) > 1:
-        terms = [
-            ov.add(*terms[at : at + 2]) if at + 1 < len(terms) else terms[at]
-            for at in range(0, len(terms), 2)
-        ]
-    return terms[0]
 
 
 # Exact layers in the place of those that OpenVINO's kernels for ARM processors get wrong.

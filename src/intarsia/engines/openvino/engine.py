@@ -128,7 +128,7 @@ class OpenVINO(NetworkEngine):
         from intarsia.engines.openvino.corrections import has_few_bits
         from intarsia.engines.openvino.halves import is_gated
 
-        if has_few_bits(net):
+        if self.arithmetic.startswith("int") or has_few_bits(net):
             return None  # 2026.4 exports such weights with the model: they would be in the file twice
         try:
             model, _weights, checks = self._guarded(net)

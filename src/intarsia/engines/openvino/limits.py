@@ -13,7 +13,7 @@ import onnx_ir as ir
 from intarsia.cache.machine import is_arm
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
-from intarsia.engines.guards.planner import FINITE, of_rounded_product
+from intarsia.engines.guards.limits import FINITE, Limits
 from intarsia.engines.openvino.core import rounds_to_bfloat16
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
@@ -120,17 +120,49 @@ def _refuses_on_this_processor(layer: Layer) -> str | None:
     return None if moved else f"{output.name} is rounded to bfloat16, wrongly by OpenVINO on this processor"
 
 
-class OpenVINOLimits:
+class OpenVINOLimits(Limits):
     """The values that OpenVINO's kernels treat as PyTorch does."""
 
     engine = "OpenVINO"
     by_reciprocals = True
 
-    def __init__(self, net: Network) -> None:
+    def __init__(self, net: Network, rounded: bool = False) -> None:
+        super().__init__(rounded)
         self._narrow = _narrow_layers(net)
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
-        return _floats(layer, index)
+        kind, output = layer.kind, layer.get_outputs(0)[0].dtype
+        if kind == "Cast":
+            if output in dtypes.INTEGERS:
+                return Interval(-(2.0**30), 2.0**30)
+            return _ANY_NUMBER if output == ir.DataType.BOOL else None
+        if kind == "Conv" and index == 1 and any(layer.attribute("pads", ())):
+            return FINITE  # torch multiplies what is padded too: infinity by 0
+        if kind == "ConvTranspose" and index == 1 and not _is_finite(layer, index):
+            return FINITE  # torch adds up what it then cuts off, and zeros between
+        if kind == "BatchNormalization" and index > 0 and not _is_finite(layer, index):
+            return FINITE  # made one factor and one summand: infinity less infinity
+        if kind == "GridSample":  # places are rounded on the way: neighbours must not be far apart
+            return Interval(-(2.0**16), 2.0**16)
+        if (
+            kind == "Gelu"
+            and output == ir.DataType.FLOAT16
+            and layer.attribute("approximate", "none") == "none"
+        ):
+            return Interval(-math.inf, 2.0**100)  # of infinity NaN, as torch in longer floats alone
+        if kind in HANDS_NAN_ON:
+            return None
+        if kind == "MaxPool" and len(layer.get_outputs()) > 1:
+            return FINITE  # a window of minus infinity gives no place
+        if kind == "MaxPool":
+            return Interval(-(2.0**100), math.inf)  # of such a window it gives the least finite number
+        if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
+            return Interval(-math.inf, 2.0**100)  # minus infinity masks
+        if kind == "Resize" and layer.attribute("mode", "nearest") != "nearest":
+            return FINITE if index == 0 else _ANY_NUMBER  # torch: infinity by weight 0
+        if kind in _SQUARES:
+            return Interval(-(2.0**50), 2.0**50)
+        return _ANY_NUMBER
 
     def integers(self, layer: Layer) -> Interval:
         kind = layer.kind
@@ -141,7 +173,17 @@ class OpenVINOLimits:
         return _WIDE if _is_moved(layer) or (kind in _NATIVE and layer not in self._narrow) else _NARROW
 
     def index_axes(self, layer: Layer) -> list[int] | None:
-        return _index_axes(layer)
+        """The axes that a layer's second input points into; kernels read there unchecked."""
+        if layer.kind in ("Gather", "GatherElements", "ScatterElements"):
+            return [layer.attribute("axis", 0)]
+        if layer.kind not in ("GatherND", "ScatterND"):
+            return None
+        indices = layer.get_inputs(1)[0]
+        assert indices is not None
+        first, depth = layer.attribute("batch_dims", 0), indices.shape[-1]
+        if not isinstance(depth, int):
+            raise EngineError(f"{layer.kind} by indices with an unknown number of coordinates is not handled")
+        return list(range(first, first + depth))
 
     def others(self, layer: Layer) -> list[AnyGuard]:
         if layer.kind != "Mod" or layer.get_outputs(0)[0].dtype not in dtypes.FLOATS:
@@ -149,13 +191,6 @@ class OpenVINOLimits:
         a, b = layer.get_inputs()
         assert a is not None and b is not None
         return [Quotient(a.name, b.name)]
-
-
-class RoundedProductLimits(OpenVINOLimits):
-    """Of kernels that round activations to integers, besides."""
-
-    def floats(self, layer: Layer, index: int) -> Interval | None:
-        return of_rounded_product(layer, index) or super().floats(layer, index)
 
 
 def _is_moved(layer: Layer) -> bool:
@@ -180,51 +215,6 @@ def _is_finite(layer: Layer, index: int) -> bool:
     return (
         source is not None and source.constant is not None and bool((abs(source.constant) < 2.0**100).all())
     )
-
-
-def _floats(layer: Layer, index: int) -> Interval | None:
-    kind, output = layer.kind, layer.get_outputs(0)[0].dtype
-    if kind == "Cast":
-        if output in dtypes.INTEGERS:
-            return Interval(-(2.0**30), 2.0**30)
-        return _ANY_NUMBER if output == ir.DataType.BOOL else None
-    if kind == "Conv" and index == 1 and any(layer.attribute("pads", ())):
-        return FINITE  # torch multiplies what is padded too: infinity by 0
-    if kind == "ConvTranspose" and index == 1 and not _is_finite(layer, index):
-        return FINITE  # torch adds up what it then cuts off, and zeros between
-    if kind == "BatchNormalization" and index > 0 and not _is_finite(layer, index):
-        return FINITE  # made one factor and one summand: infinity less infinity
-    if kind == "GridSample":  # places are rounded on the way: neighbours must not be far apart
-        return Interval(-(2.0**16), 2.0**16)
-    if kind == "Gelu" and output == ir.DataType.FLOAT16 and layer.attribute("approximate", "none") == "none":
-        return Interval(-math.inf, 2.0**100)  # of infinity NaN, as torch in longer floats alone
-    if kind in HANDS_NAN_ON:
-        return None
-    if kind == "MaxPool" and len(layer.get_outputs()) > 1:
-        return FINITE  # a window of minus infinity gives no place
-    if kind == "MaxPool":
-        return Interval(-(2.0**100), math.inf)  # of such a window it gives the least finite number
-    if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
-        return Interval(-math.inf, 2.0**100)  # minus infinity masks
-    if kind == "Resize" and layer.attribute("mode", "nearest") != "nearest":
-        return FINITE if index == 0 else _ANY_NUMBER  # torch: infinity by weight 0
-    if kind in _SQUARES:
-        return Interval(-(2.0**50), 2.0**50)
-    return _ANY_NUMBER
-
-
-def _index_axes(layer: Layer) -> list[int] | None:
-    """The axes of its first input that a layer's second input points into; kernels read there unchecked."""
-    if layer.kind in ("Gather", "GatherElements", "ScatterElements"):
-        return [layer.attribute("axis", 0)]
-    if layer.kind not in ("GatherND", "ScatterND"):
-        return None
-    indices = layer.get_inputs(1)[0]
-    assert indices is not None
-    first, depth = layer.attribute("batch_dims", 0), indices.shape[-1]
-    if not isinstance(depth, int):
-        raise EngineError(f"{layer.kind} by indices with an unknown number of coordinates is not handled")
-    return list(range(first, first + depth))
 
 
 def _narrow_layers(net: Network) -> set[Layer]:

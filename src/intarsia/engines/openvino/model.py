@@ -36,7 +36,7 @@ from intarsia.engines.openvino.corrections import (
 )
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.idioms import show_norms, show_rotations
-from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
+from intarsia.engines.openvino.limits import OpenVINOLimits, refuses
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -59,7 +59,7 @@ def guarded(
     shorten(model)
     show_rotations(model)
     separate(model)
-    limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
+    limits = OpenVINOLimits(net, rounded)
     checks = None
     if guards:
         planned = plan_guards(net, limits)
@@ -261,7 +261,7 @@ def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
     if isinstance(guard, Product):
         product = ov.multiply(_float(ov, tensors[guard.one]), _float(ov, tensors[guard.other]))
         return ov.less_equal(ov.abs(product), _scalar(ov, guard.high))
-    x = _float(ov, tensors[guard.tensor])
+    x = _float(ov, tensors[guard.tensors[0]])
     if isinstance(guard, Quotient):
         size, divisor = ov.abs(x), ov.abs(_float(ov, tensors[guard.divisor]))
         few = ov.less(size, ov.multiply(divisor, _scalar(ov, 2.0**24)))
@@ -275,6 +275,7 @@ def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
         sizes = _float(ov, _sizes(ov, guard, tensors))
         most = ov.subtract(ov.multiply(sizes, _scalar(ov, 2.0)), _scalar(ov, 1.0))
         return ov.less_equal(ov.abs(twice), most)
+    assert isinstance(guard, ValueGuard)
     if guard.low == -math.inf:
         return ov.less_equal(x, _scalar(ov, guard.high))
     if guard.high == math.inf:

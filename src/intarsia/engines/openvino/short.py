@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
 
-from intarsia.engines.base import GrowingFile, Packed
 from intarsia.engines.openvino.core import capabilities
 from intarsia.engines.openvino.engine import OpenVINO
 
@@ -137,9 +136,6 @@ class OpenVINOInt8(_Short):
     def coarsest(self) -> float:
         return 2.0**-7
 
-    def pack(self, net: Network, file: GrowingFile) -> Packed | None:
-        return None  # it is made again from the weights of the archive
-
     def _guarded(self, net: Network) -> tuple[Any, object, Checks | None]:
         from intarsia.engines.openvino.model import guarded
         from intarsia.engines.quantized import with_quantize_layers
@@ -167,9 +163,6 @@ class _ShortWeights(OpenVINO):
         if reason is None and importlib.util.find_spec("nncf") is None:
             return "nncf is not installed; pip install 'intarsia[nncf]'"
         return reason
-
-    def pack(self, net: Network, file: GrowingFile) -> Packed | None:
-        return None  # short weights are made again from those of the archive
 
     def _guarded(self, net: Network) -> tuple[Any, object, Checks | None]:
         from intarsia.engines.openvino.model import guarded

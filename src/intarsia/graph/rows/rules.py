@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from intarsia.graph.nodes import SIZE_FUNCTIONS
 from intarsia.graph.rows import products, views
 from intarsia.graph.rows.call import Call, Mixes, Numbers, Placement, Reduced, Rows, Size, Unknown
 
@@ -206,19 +207,7 @@ def _table(rules: dict[str, Rule]) -> dict[str, Rule]:
     return {f"aten::{name}": rule for names, rule in rules.items() for name in names.split()}
 
 
-_ARITHMETIC = {
-    *(
-        operator.add,
-        operator.sub,
-        operator.mul,
-        operator.floordiv,
-        operator.truediv,
-        operator.mod,
-        operator.neg,
-    ),
-    *(operator.pow, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
-    *(torch.sym_max, torch.sym_min, torch.sym_int, torch.sym_not),
-}
+_ARITHMETIC = {*SIZE_FUNCTIONS.values(), torch.sym_max, torch.sym_min, torch.sym_int, torch.sym_not}
 _CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
 _PLURAL = {"aten::flip", "aten::roll"}
 _SPATIAL = {"aten::pixel_shuffle", "aten::pixel_unshuffle", "aten::channel_shuffle"}

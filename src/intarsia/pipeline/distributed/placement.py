@@ -21,7 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from intarsia.errors import PartitionError, near_names
-from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY, Action, Definition, find_schedule, schedule
+from intarsia.pipeline.schedules import (
+    SCHEDULES,
+    TORCH_ONLY,
+    Action,
+    Definition,
+    find_schedule,
+    rank_of,
+    schedule,
+)
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.stage import Stage, recompute_modules
 from intarsia.pipeline.stages.tied import global_rank
@@ -103,11 +111,10 @@ def stage_ranks(stages: int, world: int, kind: Any) -> list[int]:
         return list(range(stages))
     if stages % world:
         raise PartitionError(f"{stages} stages do not divide among {world} ranks")
-    if is_folded(kind):
-        if stages != 2 * world:
-            raise PartitionError(f"{kind.__name__} runs two stages per rank: {stages} stages, {world} ranks")
-        return [*range(world), *reversed(range(world))]
-    return [i % world for i in range(stages)]
+    folded = is_folded(kind)
+    if folded and stages != 2 * world:
+        raise PartitionError(f"{kind.__name__} runs two stages per rank: {stages} stages, {world} ranks")
+    return [rank_of(i, world, folded) for i in range(stages)]
 
 
 def placed(stage: nn.Module, device: torch.device) -> nn.Module:

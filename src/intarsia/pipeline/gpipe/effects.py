@@ -7,7 +7,7 @@ gradient, or beside other stages. For stages without an effect, this costs nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,36 +67,33 @@ def owned_buffers(stage: nn.Module) -> list[Owner]:
 class BufferSnapshot:
     """Copies of the values of buffers."""
 
-    owners: list[Owner]
-    values: list[Tensor]
+    values: dict[Owner, Tensor] = field(default_factory=dict)
 
     @staticmethod
     @torch.no_grad()
-    def take(owners: list[Owner]) -> BufferSnapshot:
+    def take(owners: Iterable[Owner]) -> BufferSnapshot:
         """The present values."""
-        return BufferSnapshot(owners, [_buffer(owner).clone() for owner in owners])
+        return BufferSnapshot({owner: _buffer(owner).clone() for owner in owners})
 
     def changed(self) -> BufferSnapshot:
         """The buffers of modules in which a buffer has changed; NaN equals NaN.
 
         All buffers of such a module count: a running mean may stay equal by chance and change the next time.
         """
-        pairs = list(zip(self.owners, self.values, strict=True))
-        touched = {id(owner[0]) for owner, value in pairs if not _same(_buffer(owner), value)}
-        rest = [(owner, value) for owner, value in pairs if id(owner[0]) in touched]
-        return BufferSnapshot([owner for owner, _ in rest], [value for _, value in rest])
+        touched = {owner[0] for owner, value in self.values.items() if not _same(_buffer(owner), value)}
+        return BufferSnapshot({owner: value for owner, value in self.values.items() if owner[0] in touched})
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Give the modules copies of these values for a while."""
         # The tensors are exchanged, not their contents: autograd may have saved the present tensors.
-        present = [_buffer(owner) for owner in self.owners]
-        for (module, name), value in zip(self.owners, self.values, strict=True):
+        present = {owner: _buffer(owner) for owner in self.values}
+        for (module, name), value in self.values.items():
             module._buffers[name] = value.clone()
         try:
             yield
         finally:
-            for (module, name), buffer in zip(self.owners, present, strict=True):
+            for (module, name), buffer in present.items():
                 module._buffers[name] = buffer
 
 
@@ -169,7 +166,7 @@ class StageRun:
         self.observing: bool = not effects.known_for(stage)
         self.mutates_input: bool = self.observing or effects.mutates_input
         self.mutated: bool = False
-        self.buffers: BufferSnapshot = BufferSnapshot([], [])
+        self.buffers: BufferSnapshot = BufferSnapshot()
 
     def compute(
         self,
@@ -221,7 +218,7 @@ class StageRun:
         yield
         if self.observing:
             self.buffers = self.buffers.changed()
-            self.effects.observe(self.stage, self.mutated, self.buffers.owners)
+            self.effects.observe(self.stage, self.mutated, list(self.buffers.values))
 
     @contextmanager
     def replay(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ def split_tree(
     snapshot = BufferSnapshot.take(owners)
     with trial(model):
         recorder.run(*tensors.values())
-        changed = {identity[id(module), name] for module, name in snapshot.changed().owners}
+        changed = {identity[id(module), name] for module, name in snapshot.changed().values}
     line = Line(graph, (), (), lambda node: False)
     costs = [recorder.costs.get(n, Cost()) for n in line.nodes]
     prices = [float(size) for size in line.crossing_bytes]
