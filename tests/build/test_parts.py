@@ -14,7 +14,7 @@ from torch import nn
 
 import intarsia
 from intarsia.capture.protect import shared_copy
-from intarsia.errors import CaptureError, InputError, PartitionError, StaleWeightsError
+from intarsia.errors import CaptureError, InputError, PartitionError, RefitError, StaleWeightsError
 
 
 def mlp(width: int = 8) -> nn.Sequential:
@@ -388,5 +388,7 @@ def test_a_model_in_parts_stays_on_its_device_and_in_its_dtype() -> None:
         fast.double()
     with pytest.raises(InputError, match="engines have their own memory"):
         fast.share_memory()
+    with pytest.raises(RefitError, match="compiled in parts, which take no new weights; compile it again"):
+        fast.refit(model)
     assert next(model.parameters()).dtype is torch.float32
     torch.testing.assert_close(fast.float()(x), model(x).detach())

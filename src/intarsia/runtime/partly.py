@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from intarsia.capture.protect import evaluating, shared_copy
-from intarsia.errors import InputError
+from intarsia.errors import InputError, RefitError
 from intarsia.graph.plan import Plan
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.freshness import Freshness, weights_of
@@ -133,6 +133,10 @@ class PartlyCompiled(FrozenModule):
 
     def _weights(self) -> Iterable[torch.Tensor]:
         return chain(self.parameters(), self.buffers())
+
+    def refit(self, weights: object) -> None:
+        """Raise RefitError: only a model that was compiled as a whole takes new weights."""
+        raise RefitError("the model was compiled in parts, which take no new weights; compile it again")
 
     def uncompiled(self) -> nn.Module:
         """The model without its compiled parts, in evaluation; its weights are shared."""
