@@ -1,12 +1,12 @@
 """Memory of a decoder whose weights have 4 bits: loaded, while it compiles, compiled, and loaded again.
 
-    python bench/packed_memory.py [--size half] [--engines onnxruntime openvino] [--generation] [--cache]
+    python bench/packed_memory.py [--size half] [--engines default onnxruntime openvino] [--generation] [--cache]
 
 A Llama-like decoder of random integers in groups of 128 is written as a folder of Hugging Face, in the layout
 `pack-quantized` of compressed-tensors. Every engine compiles it in a process of its own, which has compiled a
 tiny decoder before: what libraries take is there when the figures begin. All of them are resident memory
-beyond that (/proc/self/smaps_rollup), in MiB and as times the bytes of all weights in the folder. A page that
-is mapped several times counts once. "private" leaves out pages of files, which the system takes back where it
+beyond that (/proc/self/smaps_rollup), in MiB and as times the bytes of all weights in the folder. "default" is
+the search between all engines. A page that is mapped several times counts once. "private" leaves out pages of files, which the system takes back where it
 needs memory. The benchmark gives no memory back itself, neither by `malloc_trim` nor otherwise.
 """
 
@@ -98,14 +98,15 @@ def measure(engine: str, folders: list[str], generation: bool) -> None:
     import intarsia
 
     ids = torch.tensor([[1, 5, 9, 7]])
+    engines = None if engine == "default" else [engine]
 
     def load(folder: str) -> Any:
         return intarsia.load_pretrained(folder, dtype=torch.float32)
 
     def compiled(model: Any) -> Any:
         if generation:
-            return intarsia.compile_generation(model, max_length=64, padding=False, engines=[engine])
-        return intarsia.compile(model, (ids,), {"use_cache": False}, engines=[engine])
+            return intarsia.compile_generation(model, max_length=64, padding=False, engines=engines)
+        return intarsia.compile(model, (ids,), {"use_cache": False}, engines=engines)
 
     with contextlib.suppress(RuntimeError):
         tiny = load(folders[0])
