@@ -1,13 +1,14 @@
 """Memory of a decoder whose weights have 4 bits: loaded, while it compiles, compiled, and loaded again.
 
-    python bench/packed_memory.py [--size half] [--engines default onnxruntime openvino] [--generation] [--cache]
+    python bench/packed_memory.py [--size half] [--engines default onnxruntime ...] [--generation] [--cache]
 
 A Llama-like decoder of random integers in groups of 128 is written as a folder of Hugging Face, in the layout
 `pack-quantized` of compressed-tensors. Every engine compiles it in a process of its own, which has compiled a
-tiny decoder before: what libraries take is there when the figures begin. All of them are resident memory
-beyond that (/proc/self/smaps_rollup), in MiB and as times the bytes of all weights in the folder. "default" is
-the search between all engines. A page that is mapped several times counts once. "private" leaves out pages of files, which the system takes back where it
-needs memory. The benchmark gives no memory back itself, neither by `malloc_trim` nor otherwise.
+tiny decoder before: what libraries take is there when the figures begin. "default" is the search between all
+engines. All figures are resident memory beyond that (/proc/self/smaps_rollup), in MiB and as times the bytes
+of all weights in the folder. A page that is mapped several times counts once. "private" leaves out pages of
+files, which the system takes back where it needs memory. The benchmark gives no memory back itself, neither
+by `malloc_trim` nor otherwise.
 """
 
 from __future__ import annotations
