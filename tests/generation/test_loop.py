@@ -114,7 +114,7 @@ def _write(made: Generation) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*runs in PyTorch for this call")
-@pytest.mark.parametrize("change", [_train, _write, None], ids=str)
+@pytest.mark.parametrize("change", [_train, _write, None], ids=["training", "write", "none"])
 def test_tokens_of_a_model_that_was_changed_are_its_own(change: Callable[[Generation], None] | None) -> None:
     """All of them: if the model's own forward computes the first token, programs compute no others."""
     with intarsia.compile_generation(tiny("llama"), max_length=40, engines="pytorch") as made:

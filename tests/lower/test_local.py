@@ -187,3 +187,30 @@ def test_an_operator_without_operands_beside_one_that_needs_a_second_trace(trace
 
     _check(function)
     assert traces == [1]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda x: nn.functional.dropout(x, 0.5, training=False),
+        lambda x: nn.functional.dropout(x, 0.0, training=True),
+        lambda x: x.type_as(x),
+        lambda x: x.contiguous(),
+    ],
+    ids=["evaluation", "probability 0", "type_as", "contiguous"],
+)
+def test_a_write_to_what_is_the_input_itself_changes_the_input(
+    same: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """`nn.Dropout` in evaluation returns its input, which its schema does not say. The write was lost."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = same(x)
+            y.add_(1)
+            return y * 2
+
+    fast = intarsia.compile(Model().eval(), (torch.zeros(2, 3),), min_block_size=1)
+    ours, theirs = torch.zeros(2, 3), torch.zeros(2, 3)
+    torch.testing.assert_close(fast(ours), Model().eval()(theirs))
+    torch.testing.assert_close(ours, theirs)

@@ -45,6 +45,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     captured = program
     inline_grad_modes(program.graph_module)
     for module in (program.graph_module, *_bodies(program.graph_module)):
+        _show_aliases(module.graph)
         refuse_overlapping_writes(module.graph)
     views, layouts = output_views(program), output_layouts(program)
     table = composites_of(program.graph, has_converter) | decomposition_table(has_converter)
@@ -74,6 +75,28 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
 def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:
     """The graphs inside a graph: bodies of control flow, at any depth."""
     return [inner for inner in module.modules() if isinstance(inner, fx.GraphModule) and inner is not module]
+
+
+def _show_aliases(graph: fx.Graph) -> None:
+    """Replace calls that return their input itself by aliases: their schemas hide it (torch 2.13).
+
+    A write to the result of a dropout in evaluation was taken for one to fresh memory, and was lost.
+    """
+    writes = any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in graph.nodes)
+    for node in graph.nodes:
+        if writes and _returns_its_input(node):
+            note_replaced(node, [node.target])
+            node.target, node.args = aten.alias.default, node.args[:1]
+
+
+def _returns_its_input(node: fx.Node) -> bool:
+    if node.target is aten.dropout.default:
+        _, probability, trains = node.args
+        return trains is False or probability == 0.0  # type: ignore[return-value]
+    if node.target is not aten.type_as.default:
+        return False
+    one, other = (source.meta["val"] for source in node.args)  # type: ignore[union-attr]
+    return (one.dtype, one.device) == (other.dtype, other.device)
 
 
 def _free_views(graph: fx.Graph) -> None:
