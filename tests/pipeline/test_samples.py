@@ -181,6 +181,26 @@ def test_dropout_and_what_only_training_does_are_seen(mode):
     pipelined(Model(torch.tanh, dropout=0.5), x)
 
 
+def test_dropout_does_not_hide_what_an_operator_without_rule_mixes():
+    model = Model(lambda z: z + z.scatter(0, z.argsort(1) * 0, 1.0), dropout=0.5).train()
+    with pytest.raises(PartitionError, match=r"two batches together differs.*scatter at test_samples\.py"):
+        pipelined(model, torch.randn(6, 8))
+
+
+def test_a_recurrent_layer_in_training_keeps_samples_apart():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells, self.last = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.5), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.last(self.cells(x)[0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DifferenceWarning)
+        assert mixed_samples(Recurrent(), (torch.randn(6, 3, 8),)) == ""
+
+
 @pytest.mark.parametrize("example", [torch.zeros(4, 8), torch.ones(4, 8)])
 def test_an_example_of_equal_samples_hides_nothing(example):
     """`scatter` has no rule, so the forward passes decide; on equal samples they would agree."""
@@ -254,7 +274,7 @@ def test_what_the_graph_shows_holds_for_stages_of_modules():
     torch.manual_seed(0)
     parts = split(Counted(), (torch.randn(8, 8),), stages=2, by="memory")
     assert parts.report.way == "modules"
-    with pytest.raises(PartitionError, match="mul differs between a batch and its halves"):
+    with pytest.raises(PartitionError, match="two batches together differs"):
         parts.gpipe(chunks=4)
 
 

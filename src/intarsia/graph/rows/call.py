@@ -1,4 +1,4 @@
-"""One operator at a batch size, with its arguments and the axes of the batch in them."""
+"""One operator at two batch sizes: its arguments, and the axes of the batch in them and in its results."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Size:
-    """A number computed from the batch size: a multiple of it, or something else (`times` is None).
+    """A number computed from the batch size: a multiple of it, or something else.
 
     A multiple may be used as a size. `min(size, 8)` may not, although it equals the size of a small batch.
     """
 
-    times: int | None
+    is_multiple: bool
 
 
 @dataclass(frozen=True)
@@ -62,31 +62,35 @@ Placement = Rows | Numbers | Size | Summary | None
 
 
 class Call:
-    """An operator with its arguments by name, their values, and where the batch is in them."""
+    """An operator with its arguments by name, their values, and where the batch is in them.
+
+    `sizes` are two batch sizes, and `values` the values of all nodes at each. Values are those at the first
+    size. Tensors are on the meta device, since only their shapes matter.
+    """
 
     def __init__(
         self,
         node: fx.Node,
-        size: int,
-        result: Any,
-        values: Mapping[fx.Node, Any],
+        sizes: Sequence[int],
+        values: Sequence[Mapping[fx.Node, Any]],
         placed: Mapping[fx.Node, Any],
-        trains: bool = False,
+        trains: bool,
     ) -> None:
         self.node: fx.Node = node
-        self.size: int = size
-        self.result: Any = result
+        self.results: list[Any] = [at_size[node] for at_size in values]
         self.trains = trains  # in training, random numbers and batch statistics do not count as mixing
-        self._values, self._placed = values, placed
+        self._sizes, self._values, self._placed = sizes, values[0], placed
         schema = getattr(node.target, "_schema", None)
         self.name: str = str(node.target) if schema is None else str(schema.name)
         self.tags: Sequence[torch.Tag] = getattr(node.target, "tags", ())
-        self._order, self._arguments = _bound(node)
+        if schema is not None:
+            self._arguments = arguments(node)
+        else:
+            self._arguments = {str(i): argument for i, argument in enumerate(node.args)} | node.kwargs
 
-    def arg(self, name: str, default: Any = None) -> Any:
-        """The value of an argument."""
-        argument = self._arguments.get(name, default)
-        return fx.node.map_arg(argument, self._values.__getitem__)
+    def arg(self, name: str) -> Any:
+        """The value of an argument; None if the operator has no argument of this name."""
+        return fx.node.map_arg(self._arguments.get(name), self._values.__getitem__)
 
     def of(self, name: str) -> Any:
         """Where the batch is in an argument, or in each item of a list."""
@@ -97,77 +101,65 @@ class Call:
             return self._placed[argument]
         return [self._where(item) for item in argument] if isinstance(argument, list | tuple) else None
 
-    def operands(self) -> list[tuple[torch.Tensor, Placement]]:
-        """Every tensor among the arguments, and where the batch is in it."""
-        nodes: list[fx.Node] = []
-        for argument in self._arguments.values():
-            fx.node.map_arg(argument, nodes.append)
-        return [
-            (self._values[n], self._placed[n]) for n in nodes if isinstance(self._values[n], torch.Tensor)
-        ]
+    @property
+    def names(self) -> list[str]:
+        """The names of the arguments, in the order of the schema."""
+        return list(self._arguments)
 
-    def sizes(self) -> list[str]:
-        """The names of arguments that contain a number computed from the batch size."""
-        return [name for name in self._arguments if _holds(self.of(name), Size)]
+    def places(self, *without: str) -> list[Placement]:
+        """Where the batch is in each value among the arguments, without those of these names."""
+        return flat([self.of(name) for name in self._arguments if name not in without])
 
-    def inexact(self) -> bool:
-        """Whether one of these numbers is no multiple of the batch size."""
-        places = [self.of(name) for name in self.sizes()]
-        flat = [item for one in places for item in (one if isinstance(one, list | tuple) else [one])]
-        return Size(None) in flat
-
-    def numbers(self) -> list[str]:
-        """The names of arguments that contain indices of rows."""
-        return [name for name in self._arguments if _holds(self.of(name), Numbers)]
-
-    def first(self) -> str:
-        """The name of the first argument, which is `self` or `input`."""
-        return next(iter(self._order))
-
-    def only(self, *names: str) -> None:
-        """Raise Unknown if the batch is in another argument than these."""
-        for name in self._arguments:
-            if name not in names and self.of(name) is not None and _holds(self.of(name), Rows):
-                raise Unknown(f"{self.name} takes its {name} from the rows")
-
-    def rows(self, name: str) -> Rows:
-        """Where the batch is in an argument that must have it."""
+    def axis(self, name: str, *others: str) -> int:
+        """The axis of the batch in this argument. Unknown if only an argument besides `others` has rows."""
         place = self.of(name)
-        if not isinstance(place, Rows):
+        elsewhere = any(isinstance(one, Rows) for one in self.places(name, *others))
+        if elsewhere or not isinstance(place, Rows | Numbers):
             raise Unknown(f"{self.name} takes rows into an argument other than {name}")
-        return place
+        return place.axis
 
-    def at(self, axis: int, result: torch.Tensor | None = None) -> Rows:
-        """The batch at this axis of the result, folded with the same outer axis as in the arguments."""
-        outer = {where.outer for _, where in self.operands() if isinstance(where, Rows)} or {1}
+    def kept(self) -> Any:
+        """The batch in each result, folded with the same outer axis as in the arguments."""
+        outer = {where.outer for where in self.places() if isinstance(where, Rows)} or {1}
         if len(outer) > 1:
             raise Unknown(f"{self.name} takes batches that are folded in different ways")
-        return self.folded(axis, outer.pop(), result)
+        return self.folded(outer.pop())
 
-    def folded(self, axis: int, outer: int, result: torch.Tensor | None = None) -> Rows:
-        """The batch at this axis of the result, inside an outer axis of this length."""
-        places = (self.result if result is None else result).shape[axis]
-        length, rest = divmod(places, self.size * outer)
-        if rest or not length:
-            raise Unknown(f"{self.name} makes {places} places of {self.size} rows")
-        return Rows(axis, length, outer)
+    def folded(self, outer: int) -> Any:
+        """The batch in each result, at the axis that grows with it, inside an outer axis of this length."""
+        if isinstance(self.results[0], list | tuple):
+            places: Any = tuple(self._folded(column, outer) for column in zip(*self.results, strict=True))
+        else:
+            places = self._folded(self.results, outer)
+        if not any(flat([places])):
+            raise Unknown(f"{self.name} makes nothing with an axis of the batch")
+        return places
 
-    def everywhere(self, axis: int) -> Any:
-        """The batch at this axis of every result."""
-        if isinstance(self.result, torch.Tensor):
-            return self.at(axis)
-        return tuple(self.at(axis, result) for result in self.result)
+    def _folded(self, values: Sequence[Any], outer: int) -> Rows | None:
+        axes = grown_axes(values)
+        if len(axes) > 1:
+            raise Mixes(f"{self.name} combines different rows")
+        for axis in axes:
+            places = [
+                (value.shape[axis], size * outer) for value, size in zip(values, self._sizes, strict=True)
+            ]
+            length = places[0][0] // places[0][1]
+            if any(count != length * rows for count, rows in places):
+                raise Unknown(f"{self.name} makes {places[0][0]} places of {self._sizes[0]} rows")
+            return Rows(axis, length, outer)
+        return None
 
 
-def _holds(place: Any, kind: type) -> bool:
-    several = isinstance(place, list | tuple)
-    return any(_holds(item, kind) for item in place) if several else isinstance(place, kind)
+def grown_axes(values: Sequence[Any]) -> list[int]:
+    """The axes that are longer for a larger batch, from a value at two batch sizes; none for a number."""
+    if not isinstance(values[0], torch.Tensor):
+        return []
+    shapes = [value.shape for value in values]
+    if len({*map(len, shapes)}) > 1:
+        raise Unknown("the number of axes depends on the size of the batch")
+    return [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if len({*lengths}) > 1]
 
 
-def _bound(node: fx.Node) -> tuple[list[str], dict[str, Any]]:
-    """The names in the operator's schema, or numbers if it has none, and the arguments by these names."""
-    if hasattr(node.target, "_schema"):
-        bound = arguments(node)
-        return list(bound), bound
-    names = [str(i) for i in range(len(node.args))]
-    return names, dict(zip(names, node.args, strict=True)) | node.kwargs
+def flat(places: Sequence[Any]) -> list[Any]:
+    """The placements in nested lists."""
+    return [item for one in places for item in (flat(one) if isinstance(one, list | tuple) else [one])]

@@ -104,7 +104,7 @@ def _device_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
     return indexed(torch.device(device))
 
 
-class _DrawMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DrawMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `draw` in place of every operator that draws."""
 
     @classmethod
@@ -123,7 +123,7 @@ class _DrawMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
 
-class SeenDraws(_DrawMode):
+class SeenDraws(DrawMode):
     """Counts draws and collects their devices. Draws by a key inside do not count."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class SeenDraws(_DrawMode):
         return func(*args, **kwargs)
 
 
-class _NumberedDraws(_DrawMode):
+class _NumberedDraws(DrawMode):
     """Every draw is a place; places are numbered from `number`."""
 
     def __init__(self, key: RandomKey, number: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
@@ -24,13 +24,13 @@ from intarsia.capture.export_context import kept_messages
 from intarsia.capture.protect import evaluating
 from intarsia.compare import disagreement
 from intarsia.errors import DifferenceWarning, error_text
-from intarsia.graph.nodes import whereabouts
 from intarsia.graph.rows import Doubt, doubt_about
 from intarsia.pipeline.gpipe.effects import trial
+from intarsia.pipeline.gpipe.keyed_random import DrawMode
 from intarsia.pipeline.stages.signature import Axes, BatchDims
 from intarsia.pipeline.stages.trace import Trace, trace
 
-# Two batch lengths that hardly any other size equals. They are only used for fake tensors.
+# Two batch lengths, of fake tensors only: long enough for a window over the batch to be seen.
 _LENGTHS = (61, 67)
 
 
@@ -62,47 +62,43 @@ def mixed_samples(
 def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Trace:
     """The capture with `signature.mixes`: why a batch cannot be divided, or nothing."""
     signature = captured.signature
-    if signature.batch is None or not any(axis is not None for axis in signature.axes.values()):
+    axes = [signature.axes.get(entry.name) for entry in signature.inputs]
+    if signature.batch is None or not any(axis is not None for axis in axes):
         return captured
-    fixed = not isinstance(signature.batch, str)
-    doubt = _doubt(captured)
-    if doubt is None and not fixed:
+    # A graph with a fixed batch does not run at two sizes; only the model can be asked.
+    doubt = _doubt(captured) if isinstance(signature.batch, str) else Doubt("", proved=False)
+    if doubt is None:
         return captured
-    proved = doubt is not None and doubt.proved and not fixed
     try:
-        if fixed or any(state.tensor.is_meta for state in captured.states.values()):
-            axes = [signature.axes.get(entry.name) for entry in signature.inputs]
-            difference = difference_in_halves(model, args, kwargs or {}, axes)
-        else:
-            difference = _lockstep(captured, signature.flatten(args, kwargs))
+        mixes = difference_in_halves(model, args, kwargs or {}, axes, summaries=doubt.proved)
+        warning = f"{doubt.reason}; a forward pass of the example shows no difference" if doubt.proved else ""
+        if mixes and doubt.reason:
+            mixes = doubt.reason if doubt.proved else f"{mixes}; {doubt.reason}"
     except Incomparable as error:
-        if fixed:
-            return captured  # the plain model does not take a larger batch either
-        if doubt is not None and not doubt.proved:
-            message = f"samples may be mixed: {doubt.reason}, and {error}"
-            warnings.warn(message, DifferenceWarning, stacklevel=3)
-        difference = doubt.reason if doubt is not None and doubt.proved else ""
-    else:
-        if not difference and proved:
-            assert doubt is not None
-            warnings.warn(
-                f"samples may be mixed: {doubt.reason}; a forward pass of the example shows no difference",
-                DifferenceWarning,
-                stacklevel=3,
-            )
-        if difference and doubt is not None and (doubt.proved or fixed):
-            difference = doubt.reason
-    return replace(captured, signature=replace(signature, mixes=difference))
+        mixes = doubt.reason if doubt.proved else ""
+        # With a fixed batch, the plain model does not take a larger batch either.
+        warning = f"{doubt.reason}, and {error}" if doubt.reason else ""
+    if warning and not mixes:
+        warnings.warn(f"samples may be mixed: {warning}", DifferenceWarning, stacklevel=3)
+    return replace(captured, signature=replace(signature, mixes=mixes))
 
 
-def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes) -> str:
+def difference_in_halves(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    axes: Axes,
+    *,
+    summaries: bool = False,
+) -> str:
     """How the model's output for two batches together differs from that for each; empty if it does not.
 
     The model runs in evaluation mode, and also in training mode if it has no batch norm, which normalizes by
-    the statistics of the batch. A mode in which the model draws random numbers is not compared.
+    the statistics of the batch. Dropout keeps everything. With `summaries`, an output without a batch axis,
+    such as a loss, must be the mean or the sum of those of the two batches.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+    if any(isinstance(t, Tensor) and t.is_meta for t in [*leaves, *model.parameters()]):
         raise Incomparable("the meta device cannot run it")
 
     def outputs(values: Sequence[Any]) -> list[Any]:
@@ -112,15 +108,28 @@ def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
     modes = [False, True] if model.training and not has_batch_norm else [False]
     for mode in modes:
-        with trial(model), nullcontext() if mode else evaluating(model), torch.no_grad():
-            state = torch.get_rng_state()
+        without_chance = _WithoutChance()  # type: ignore[no-untyped-call]
+        with trial(model), nullcontext() if mode else evaluating(model), torch.no_grad(), without_chance:
             whole, halves = _attempt(leaves, axes, lambda lanes: [outputs(lane) for lane in lanes])
-            if not torch.equal(state, torch.get_rng_state()):
-                continue
         for number, (one, first, second) in enumerate(zip(whole, *halves, strict=True)):
-            if _agree(one, (first, second)) is False:
+            agrees = _agree(one, (first, second))
+            if agrees is False or (agrees is None and summaries and not _is_summary(one, (first, second))):
                 return f"output {number} of two batches together differs from that of each batch"
     return ""
+
+
+class _WithoutChance(DrawMode):  # type: ignore[no-untyped-call]
+    """Replaces random numbers, which would differ between a batch and its halves, by ones and zeros."""
+
+    def draw(self, count: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operator's result: dropout masks keep everything, and integers are valid indices."""
+        if func is torch.ops.aten.native_dropout.default:  # on CUDA, where it returns values and mask
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        return pytree.tree_map_only(
+            Tensor,
+            lambda t: t.fill_(1 if t.is_floating_point() or t.dtype is torch.bool else 0),
+            func(*args, **kwargs),
+        )
 
 
 def _doubt(captured: Trace) -> Doubt | None:
@@ -128,17 +137,14 @@ def _doubt(captured: Trace) -> Doubt | None:
     signature = captured.signature
     low, high = signature.ranges.get(str(signature.batch), (0, 0))
     first = max(low, 2)
-    lengths = [n for n in _LENGTHS if low <= n <= high] or [n for n in (first, first + 1) if n <= high]
+    lengths = _LENGTHS if low <= _LENGTHS[0] and _LENGTHS[1] <= high else (first, first + 1)
     aliases = [alias for alias, length in signature.same.items() if length == signature.batch]
-    calls = []
     # torch logs operators that fail with other lengths; the doubt reports them.
     with kept_messages(), FakeTensorMode() as mode:
+        calls = []
         for n in lengths:
             sizes = {**signature.example, str(signature.batch): n, **dict.fromkeys(aliases, n)}
             calls.append((n, captured.fakes(mode, sizes)))
-        if not calls:
-            batch: Any = signature.example.get(str(signature.batch), signature.batch)
-            calls = [(batch, captured.fakes(mode, signature.example))]
         axes = {node: signature.axes.get(node.name) for node in captured.inputs}
         return doubt_about(captured.module, captured.graph, calls, axes)
 
@@ -207,94 +213,10 @@ def _agree(whole: Any, halves: tuple[Any, Any]) -> bool | None:
     return False
 
 
-def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
-    """The first node that differs, if an output of the graph differs for two batches together."""
-    axes = captured.signature.tensor_axes
-    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
-
-    def run(lanes: list[list[Any]]) -> list[Any]:
-        interpreter = _Lockstep(captured)
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            interpreter.run(*_arguments(captured, lanes))
-        return [interpreter.agreement, None, None]
-
-    agreement, _ = _attempt(tensors, axes, run)
-    waiting, seen, wrong = list(captured.graph.output_node().all_input_nodes), set(), False
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        wrong = wrong or agreement.get(node) is False
-        # A value without a batch axis, such as a loss, agrees if its inputs do.
-        waiting += node.all_input_nodes if agreement.get(node) is None else []
-    if not wrong:
-        return ""
-    first = next(node for node in captured.graph.nodes if agreement.get(node) is False)
-    return f"{first.name} differs between a batch and its halves ({whereabouts(first)})"
-
-
-def _arguments(captured: Trace, lanes: list[list[Any]]) -> list[Any]:
-    """The arguments of the graph, each with a value for every lane."""
-    inputs = dict(zip(captured.inputs, map(_Lanes, zip(*lanes, strict=True)), strict=True))
-    written = captured.line.written
-
-    def states(node: fx.Node, tensor: Tensor) -> _Lanes:
-        return _Lanes(tensor.detach().clone() if node in written else tensor.detach() for _ in lanes)
-
-    return captured.arguments(inputs.get, states)
-
-
-class _Lanes(list[Any]):
-    """The values of one node: for two batches together, and for each of them."""
-
-
-class _Lockstep(fx.Interpreter):
-    """Runs the graph for several batches node by node, without dropout."""
-
-    def __init__(self, captured: Trace) -> None:
-        super().__init__(captured.module, graph=captured.graph)
-        self.agreement: dict[fx.Node, bool | None] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function":
-            return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        count = next((len(v) for v in pytree.tree_leaves((args, kwargs), _is_lanes) if _is_lanes(v)), 3)
-        lanes = [
-            pytree.tree_map(lambda v, i=i: v[i] if _is_lanes(v) else v, (args, kwargs), is_leaf=_is_lanes)
-            for i in range(count)
-        ]
-        values = _Lanes(_without_chance(n.target, lanes))
-        self.agreement[n] = _agree(values[0], (values[1], values[2]))
-        return values
-
-
-def _is_lanes(value: Any) -> bool:
-    return isinstance(value, _Lanes)
-
-
-def _without_chance(target: Any, lanes: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """An operator's result in each lane; random numbers and statistics of batches are equal in all lanes."""
-    if target in _DROPOUTS:
-        return [args[0] for args, _ in lanes]
-    if target is torch.ops.aten.batch_norm.default and lanes[0][0][5]:
-        x = lanes[0][0][0]
-        variance, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=0)
-        return [target(*a[:3], mean, variance, False, *a[6:]) for a, _ in lanes]
-    if target is torch.ops.aten.scaled_dot_product_attention.default:
-        return [target(*a[:4], 0.0, *a[5:], **k) for a, k in lanes]
-    values = [target(*args, **kwargs) for args, kwargs in lanes]
-    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-        return [
-            pytree.tree_map_only(Tensor, lambda t: t.fill_(1 if t.is_floating_point() else 0), v)
-            for v in values
-        ]
-    return values
-
-
-_ATEN = torch.ops.aten
-_DROPOUTS = {
-    *(_ATEN.dropout.default, _ATEN.feature_dropout.default, _ATEN.alpha_dropout.default),
-    *(_ATEN.feature_alpha_dropout.default, _ATEN.dropout_.default, _ATEN.feature_dropout_.default),
-}
+def _is_summary(whole: Any, halves: tuple[Any, Any]) -> bool:
+    """Whether a value without a batch axis is the mean or the sum of its values for each batch."""
+    if not all(isinstance(v, Tensor) and v.is_floating_point() for v in (whole, *halves)):
+        return True
+    tolerance = torch.finfo(whole.dtype).eps ** 0.5
+    sums = halves[0] + halves[1]
+    return any(disagreement([one], [whole], tolerance=tolerance) is None for one in (sums, sums / 2))
