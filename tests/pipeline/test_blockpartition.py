@@ -86,7 +86,6 @@ def problems(draw):
     n = draw(st.integers(1, 7))
     k = draw(st.integers(1, n))
     small = st.integers(0, 10)
-    several = st.lists(st.integers(0, n - 1), min_size=2, max_size=2).map(tuple)
     memory = draw(st.none() | st.lists(small, min_size=n, max_size=n))
     caps = st.integers(5, 30) | st.lists(st.integers(5, 30), min_size=k, max_size=k)
     return {
@@ -96,9 +95,6 @@ def problems(draw):
         "memory_cap": None if memory is None else draw(st.none() | caps),
         # powers of two divide exactly, so equal is equal
         "speeds": draw(st.none() | st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=k, max_size=k)),
-        "cut_costs": draw(st.none() | st.lists(small, min_size=n - 1, max_size=n - 1)),
-        "pins": draw(st.dictionaries(st.integers(0, n - 1), st.integers(0, k - 1), max_size=2)),
-        "together": draw(st.lists(several, max_size=1)),
     }
 
 
@@ -109,16 +105,10 @@ def brute_force(p):
     caps = cap if isinstance(cap, list) else [float("inf") if cap is None else cap] * k
     for cuts in all_cuts(n, k):
         times = []
-        stage_of = [j for j in range(k) for _ in range(cuts[j], cuts[j + 1])]
-        if any(stage_of[layer] != stage for layer, stage in p["pins"].items()):
-            continue
-        if any(stage_of[a] != stage_of[b] for a, b in p["together"]):
-            continue
         for j, (a, b) in enumerate(pairwise(cuts)):
             if p["memory"] is not None and sum(p["memory"][a:b]) > caps[j]:
                 break
-            send = p["cut_costs"][b - 1] if p["cut_costs"] and b < n else 0
-            times.append(sum(p["costs"][a:b]) / (p["speeds"] or [1] * k)[j] + send)
+            times.append(sum(p["costs"][a:b]) / (p["speeds"] or [1] * k)[j])
         else:
             yield (
                 max(times),
@@ -152,10 +142,7 @@ def test_the_richer_problem_against_brute_force(problem):
         ({"costs": [1, 1], "stages": 1, "memory_cap": 3}, "needs the memory"),
         ({"costs": [1, 1], "stages": 2, "speeds": [1]}, "per stage"),
         ({"costs": [1, 1], "stages": 2, "speeds": [1, 0]}, "positive"),
-        ({"costs": [1, 1], "stages": 2, "cut_costs": [1, 1]}, "1 entries, got 2"),
-        ({"costs": [1, 1], "stages": 2, "pins": {2: 0}}, "layer 2"),
-        ({"costs": [1, 1], "stages": 2, "together": [(0, 5)]}, "5"),
-        ({"costs": [1, 1], "stages": 2, "together": [(0, 1)]}, "no balance"),
+        ({"costs": [1, 1], "stages": 2, "memory": [1]}, "2 entries, got 1"),
         ({"costs": [1, 1], "stages": 1, "memory": [2, 2], "memory_cap": 3}, "no balance"),
     ],
 )

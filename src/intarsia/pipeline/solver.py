@@ -1,4 +1,4 @@
-"""Exact solvers of the balance problem: for plain costs, and with memory, speeds, prices of cuts and pins.
+"""Exact solvers of the balance problem: for plain costs, and with memory, speeds and prices of cuts.
 
 There are two: the solver for plain costs takes 0.1 ms for 24 layers on 4 stages, the other 30 ms, and the
 planner needs thousands of balances. The first is also exact for floats of any size, whose squares would
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from numbers import Integral
@@ -130,9 +130,6 @@ def balance_stages(
     memory: Sequence[float] | None = None,
     memory_cap: float | Sequence[float] | None = None,
     speeds: Sequence[float] | None = None,
-    cut_costs: Sequence[float] | None = None,
-    pins: Mapping[int, int] | None = None,
-    together: Iterable[tuple[int, int]] = (),
 ) -> Solution:
     """The balance with the fastest slowest stage; among several, the one with the most even stages.
 
@@ -149,20 +146,16 @@ def balance_stages(
         memory: the memory of each layer, in any unit.
         memory_cap: the most memory of a stage: one number, or one per stage.
         speeds: the speed of each stage's device.
-        cut_costs: for each place between two layers, the time to send the tensors that cross it. It is added
-            to the time of the stage before the cut.
-        pins: layers that must be in a certain stage, by number.
-        together: pairs of layers that no cut may separate.
     """
     n = len(costs)
     if stages < 1:
         raise ValueError(f"the number of stages must be positive, got {stages}")
     if n < stages:
         raise ValueError(f"{n} layers cannot fill {stages} stages")
-    problem = balance_problem(costs, stages, memory, memory_cap, speeds, cut_costs, pins or {}, together)
+    problem = balance_problem(costs, stages, memory, memory_cap, speeds)
     bottleneck = problem.least_bottleneck()
     if bottleneck is None:
-        raise ValueError(f"no balance of {n} layers over {stages} stages meets the memory caps and the pins")
+        raise ValueError(f"no balance of {n} layers over {stages} stages meets the memory caps")
     cuts = problem.cheapest(bottleneck, lambda stage, starts, ends: problem.times(stage, starts, ends) ** 2)
     assert cuts is not None
     return Solution([b - a for a, b in pairwise(cuts)], problem.stage_times(cuts))
@@ -174,17 +167,12 @@ class Problem:
 
     costs: Vector  # sums of prefixes
     speeds: Vector
-    cut_costs: Vector  # after layer i; 0 after the last
     memory: Vector  # sums of prefixes
     caps: Vector
-    earliest: Indices  # by stage and end: the first start that the pins allow
-    forbidden: NDArray[np.bool_]  # by place: whether no cut may be there
 
     def times(self, stage: int, starts: Indices, ends: Indices) -> Vector:
         """The times of a stage, for pairs of starts and ends."""
-        times: Vector = (self.costs[ends] - self.costs[starts]) / self.speeds[stage] + self.cut_costs[
-            ends - 1
-        ]
+        times: Vector = (self.costs[ends] - self.costs[starts]) / self.speeds[stage]
         return times
 
     def stage_times(self, cuts: list[int]) -> list[float]:
@@ -196,8 +184,6 @@ class Problem:
         """Whether the stage may be there, and is not slower than the cap."""
         allowed: NDArray[np.bool_] = (
             (starts < ends)
-            & (starts >= self.earliest[stage][ends])
-            & ~self.forbidden[ends]
             & (self.memory[ends] - self.memory[starts] <= self.caps[stage])
             & (self.times(stage, starts, ends) <= cap)
         )
@@ -245,40 +231,28 @@ def balance_problem(
     memory: Sequence[float] | Vector | None,
     memory_cap: float | Sequence[float] | None,
     speeds: Sequence[float] | None,
-    cut_costs: Sequence[float] | None,
-    pins: Mapping[int, int],
-    together: Iterable[tuple[int, int]],
 ) -> Problem:
     """The problem with these constraints. Raises ValueError if they have another form."""
     n = len(costs)
     problem = Problem(
         _sums(costs, "costs", n),
         _per_stage(speeds, "speeds", stages, 1.0),
-        np.append(_vector(cut_costs, "cut_costs", n - 1), 0.0),
         _sums(memory, "memory", n),
         _per_stage(memory_cap, "memory_cap", stages, np.inf),
-        _earliest_starts(n, stages, pins),
-        _forbidden_cuts(n, together),
     )
     if memory is None and memory_cap is not None:
         raise ValueError("memory_cap needs the memory of each layer")
     return problem
 
 
-def _vector(values: Sequence[float] | Vector | None, name: str, count: int) -> Vector:
-    if values is None:
-        return np.zeros(count)
-    if len(values) != count:
-        raise ValueError(f"{name} must have {count} entries, got {len(values)}")
-    vector = np.asarray(values, dtype=np.float64)
+def _sums(values: Sequence[float] | Vector | None, name: str, count: int) -> Vector:
+    vector = np.zeros(count) if values is None else np.asarray(values, dtype=np.float64)
+    if len(vector) != count:
+        raise ValueError(f"{name} must have {count} entries, got {len(vector)}")
     wrong = vector[~(np.isfinite(vector) & (vector >= 0))]
     if len(wrong):
         raise ValueError(f"{name} must be finite and not negative, got {wrong[0]}")
-    return vector
-
-
-def _sums(values: Sequence[float] | Vector | None, name: str, count: int) -> Vector:
-    return np.concatenate([[0.0], np.cumsum(_vector(values, name, count))])
+    return np.concatenate([[0.0], np.cumsum(vector)])
 
 
 def _per_stage(values: float | Sequence[float] | None, name: str, stages: int, default: float) -> Vector:
@@ -290,26 +264,3 @@ def _per_stage(values: float | Sequence[float] | None, name: str, stages: int, d
     if not (vector > 0).all():
         raise ValueError(f"{name} must be positive, got {vector.tolist()}")
     return vector.astype(np.float64)
-
-
-def _earliest_starts(n: int, stages: int, pins: Mapping[int, int]) -> Indices:
-    for layer, stage in pins.items():
-        if not (0 <= layer < n and 0 <= stage < stages):
-            raise ValueError(f"layer {layer} cannot be pinned to stage {stage}: {n} layers, {stages} stages")
-    earliest = []
-    for stage in range(stages):
-        # A stage starts after the last layer before its end that is pinned to another stage.
-        starts = [0]
-        for layer in range(n):
-            starts.append(layer + 1 if pins.get(layer, stage) != stage else starts[-1])
-        earliest.append(starts)
-    return np.array(earliest)
-
-
-def _forbidden_cuts(n: int, together: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-    forbidden = np.zeros(n + 1, dtype=bool)
-    for a, b in together:
-        if not (0 <= a < n and 0 <= b < n):
-            raise ValueError(f"layers {a} and {b} cannot be kept together: there are {n}")
-        forbidden[min(a, b) + 1 : max(a, b) + 1] = True
-    return forbidden

@@ -294,7 +294,7 @@ def choose_cuts(
     costs = np.diff(np.array(sums)[bounds])
     sizes = None if memory is None else np.diff(np.concatenate([[0.0], np.cumsum(memory)])[bounds])
     try:
-        problem = balance_problem(costs, stages, sizes, caps, speeds, None, {}, ())
+        problem = balance_problem(costs, stages, sizes, caps, speeds)
     except ValueError as error:
         raise PartitionError(str(error)) from error
     best = problem.least_bottleneck()

@@ -138,7 +138,7 @@ class Call:
     def _folded(self, values: Sequence[Any], outer: int) -> Rows | None:
         axes = grown_axes(values)
         if len(axes) > 1:
-            raise Mixes(f"{self.name} combines different rows")
+            raise Mixes(f"{self.name} puts the batch along two axes: it combines different rows")
         for axis in axes:
             places = [
                 (value.shape[axis], size * outer) for value, size in zip(values, self._sizes, strict=True)
