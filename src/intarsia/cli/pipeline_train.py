@@ -163,29 +163,6 @@ def _hugging_face(kind: str, sizes: str) -> Callable[[], nn.Module]:
     return build
 
 
-class Block(nn.Module):
-    """Attention and a perceptron, each after a norm and with a skip connection."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads: int = heads
-        self.norm1: nn.LayerNorm = nn.LayerNorm(width)
-        self.norm2: nn.LayerNorm = nn.LayerNorm(width)
-        self.qkv: nn.Linear = nn.Linear(width, 3 * width)
-        self.out: nn.Linear = nn.Linear(width, width)
-        self.up: nn.Linear = nn.Linear(width, 4 * width)
-        self.down: nn.Linear = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One layer."""
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
-
-
 class TinyGPT(nn.Module):
     """A decoder whose head is tied to its embedding."""
 
@@ -193,7 +170,15 @@ class TinyGPT(nn.Module):
         super().__init__()
         self.tokens: nn.Embedding = nn.Embedding(vocabulary, width)
         self.places: nn.Embedding = nn.Embedding(128, width)
-        self.blocks: nn.ModuleList = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        options: dict[str, Any] = {
+            "dropout": 0.0,
+            "activation": "gelu",
+            "batch_first": True,
+            "norm_first": True,
+        }
+        self.blocks: nn.ModuleList = nn.ModuleList(
+            [nn.TransformerEncoderLayer(width, heads, 4 * width, **options) for _ in range(layers)]
+        )
         self.norm: nn.LayerNorm = nn.LayerNorm(width)
         self.head: nn.Linear = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
@@ -202,8 +187,9 @@ class TinyGPT(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The logits of the next token at every position."""
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask, is_causal=True)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
