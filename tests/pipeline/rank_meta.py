@@ -30,7 +30,7 @@ def meta(folder, saved):
     pipe = parts.distributed("1F1B", 2, loss_fn=loss_of, weights=folder)
     other = parts[1 - pipe.rank]
     assert all(p.is_meta for p in other.parameters())
-    with torch.autocast("cpu", torch.bfloat16):  # the other rank's stages run on fake tensors
+    with torch.autocast("cpu", torch.bfloat16):  # the other rank's stages stay there
         pipe.step(*args, target=target, **kwargs)
     pipe.zero_grad()
     pipe.step(*args, target=target, **kwargs)

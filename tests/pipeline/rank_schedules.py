@@ -39,16 +39,21 @@ def own_order() -> None:
 
 
 def deferred() -> None:
-    """Running statistics of batch norm are those of the whole batch, also in a step after another."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
-    whole, x = copy.deepcopy(model), torch.randn(8, 8) * 2 + 1
-    stages = split(model, (x,), stages=2, cuts=["3"])
-    pipe = stages.distributed("1F1B", 4, loss_fn=F.mse_loss, deferred_batch_norm=True, check_loss=False)
-    for _ in range(2):
-        whole(x)
-        pipe.step(x, target=x)
-    if pipe.is_first:
-        for name, buffer in whole[1].named_buffers():
-            torch.testing.assert_close(pipe.state_dict()[f"1.{name}"], buffer)
+    """Running statistics of batch norm are those of the whole batch, also in a step after another.
+
+    Under autocast, the run that finds the dtypes at the borders is no micro-batch.
+    """
+    for autocast in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+        whole, x = copy.deepcopy(model), torch.randn(8, 8) * 2 + 1
+        stages = split(model, (x,), stages=2, cuts=["3"])
+        pipe = stages.distributed("1F1B", 4, loss_fn=F.mse_loss, deferred_batch_norm=True, check_loss=False)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for _ in range(2):
+                whole(x)
+                pipe.step(x, target=x)
+        if pipe.is_first:
+            for name, buffer in whole[1].named_buffers():
+                torch.testing.assert_close(pipe.state_dict()[f"1.{name}"], buffer)
     print("deferred ok", flush=True)

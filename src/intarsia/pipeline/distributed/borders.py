@@ -1,8 +1,8 @@
 """The tensors that cross each border, known before a step: under autocast, and between stages of modules.
 
-Receive buffers must exist before the first tensor arrives. So the graph of a stage runs on fake tensors once
-for each precision. Stages of modules may depend on data, which fake tensors do not have: one micro-batch runs
-through them in order, on the ranks that hold them.
+Receive buffers must exist before the first tensor arrives. The captured graph tells shapes, but dtypes under
+autocast are other ones, and stages of modules may depend on data. So one micro-batch runs through the stages
+in order, on the ranks that hold them: for stages of the graph, once for each precision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -24,7 +23,8 @@ from intarsia.errors import PartitionError, PipelineError
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.gpipe.effects import trial
-from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec
+from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, value_name
+from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.tree_stage import CompiledStage, TreeStage
 
 Specs = tuple[TensorSpec | str, ...]
@@ -56,48 +56,16 @@ def refuse_autocast(stages: Sequence[nn.Module], device: torch.device) -> None:
         )
 
 
-def borders_under_autocast(
-    stages: Sequence[nn.Module], borders: Borders, lengths: Mapping[str, int], device: torch.device
-) -> Borders:
-    """The borders with their dtypes under autocast, which differ from those of the captured graph.
-
-    Every stage runs on fake tensors, in order. No memory is allocated.
-    """
-    if current_precision(device) is None:
-        return borders
-    agreed: Borders = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), uncached_autocast(device):
-        values = [_fake(spec, lengths, device) for spec in borders[0][0]]
-        takes = borders[0][0]
-        for i, (stage, (_, gives)) in enumerate(zip(stages, borders, strict=True)):
-            values = _run(stage, values, mode, device)
-            gives = tuple(
-                checked_spec(spec, value.shape, value.dtype, lengths, i)
-                if isinstance(spec, TensorSpec)
-                else spec
-                for spec, value in zip(gives, values, strict=True)
-            )
-            agreed.append((takes, gives))
-            takes = gives
-    return agreed
-
-
-def _fake(spec: TensorSpec | str, lengths: Mapping[str, int], device: torch.device) -> torch.Tensor:
-    if isinstance(spec, str):
-        raise PartitionError(
-            f"{spec}, a number read from data, crosses a border; choose other cuts with cuts=..."
+def borders_in_precision(borders: Borders, forms: Sequence[BorderForm]) -> Borders:
+    """The borders of stages of the graph, with the dtypes of a run."""
+    sides = [borders[0][0], *(gives for _, gives in borders)]
+    present: list[Specs] = []
+    for specs, form in zip(sides, forms, strict=True):
+        tensors = iter(form.tensors)
+        present.append(
+            tuple(replace(s, dtype=next(tensors).dtype) if isinstance(s, TensorSpec) else s for s in specs)
         )
-    return torch.empty(spec.sizes(lengths), dtype=spec.dtype, device=device)
-
-
-def _run(
-    stage: nn.Module, values: Sequence[torch.Tensor], mode: FakeTensorMode, device: torch.device
-) -> list[torch.Tensor]:
-    states = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
-    fakes = {
-        name: torch.empty_like(mode.from_tensor(t, static_shapes=True), device=device) for name, t in states
-    }
-    return list(torch.func.functional_call(stage, fakes, tuple(values), tie_weights=False))
+    return list(pairwise(present))
 
 
 def checked_spec(
@@ -197,13 +165,11 @@ def find_forms(
         if owner == world.rank:
             try:
                 stage = parts[i]
-                assert isinstance(stage, TreeStage | CompiledStage)
-                before = None if i else border_form(values, stage.input_names)
+                takes, gives = _names(stage)
+                before = None if i else border_form(values, takes)
                 with trial(stage), torch.no_grad(), uncached_autocast(device):
                     values = stage(*values)
-                outputs = tuple(f"output {n}" for n in range(len(values)))
-                names = stage.output_names if stage.answer is None else outputs
-                message = [before, border_form(values, names), None]
+                message = [before, border_form(values, gives or _numbered(values)), None]
             except Exception as raised:
                 error, message = raised, [None, None, f"{type(raised).__name__} in stage {i}: {raised}"]
         dist.broadcast_object_list(message, world.mine[owner], group=world.pipeline)
@@ -215,6 +181,18 @@ def find_forms(
         if i + 1 < len(stage_ranks):
             values = _send(values, forms[-1], owner, stage_ranks[i + 1], world, device)
     return forms
+
+
+def _names(stage: nn.Module) -> tuple[Sequence[str], Sequence[str]]:
+    """The names of the values before a stage and after it; none for the outputs of a model."""
+    if isinstance(stage, Stage):
+        return list(map(value_name, stage.form.takes)), list(map(value_name, stage.form.gives))
+    assert isinstance(stage, TreeStage | CompiledStage)
+    return stage.input_names, stage.output_names if stage.answer is None else ()
+
+
+def _numbered(values: Sequence[Any]) -> list[str]:
+    return [f"output {n}" for n in range(len(values))]
 
 
 def _send(

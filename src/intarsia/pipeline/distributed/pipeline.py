@@ -19,7 +19,7 @@ from intarsia.pipeline.distributed.borders import (
     BorderForm,
     Borders,
     border_specs,
-    borders_under_autocast,
+    borders_in_precision,
     current_precision,
     find_forms,
     refuse_autocast,
@@ -57,7 +57,7 @@ from intarsia.pipeline.distributed.world import World, together
 from intarsia.pipeline.gpipe.keyed_random import RandomKey
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature
-from intarsia.pipeline.stages.stage import Stage, defer_statistics
+from intarsia.pipeline.stages.stage import defer_statistics
 from intarsia.pipeline.stages.tied import TiedGradients
 from intarsia.pipeline.stages.tree_stage import CompiledStage
 
@@ -116,9 +116,6 @@ class DistributedPipeline(RankStages):
         check_agreement(stages, schedule, n_microbatches, world.gather_objects)
         connect(self.stage_ranks, world.pipeline, self.device)
         self._stages = list(stages)
-        for stage in self._stages:
-            if isinstance(stage, Stage):
-                stage.retarget(self.device)  # stages of other ranks run on fake tensors
         refuse_compiled(stages, self.loss is not None)
         self._borders: Borders = [border_specs(s) for s in stages]
         refuse_shared_statistics(stages, self.stage_ranks)
@@ -166,7 +163,7 @@ class DistributedPipeline(RankStages):
         self._unused = UnusedParameters(self._stages)
         self._sizes: list[int] = []  # of the micro-batches of this step
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
-        self._forms: dict[Any, list[BorderForm]] = {}  # of stages cut along modules
+        self._forms: dict[Any, list[BorderForm]] = {}
         # Every border is checked here, so that no step fails for it.
         for takes, _ in self._borders[1:]:
             for spec in takes:
@@ -215,9 +212,9 @@ class DistributedPipeline(RankStages):
         # FSDP2 averages the gradients of its replicas; other replicas sum them.
         scale = batch.scale * (1 if self.world.shard is None else self.world.replicas)
         self._sizes = batch.sizes
-        for norm in self._deferred:
-            norm.begin(self.n_microbatches)
         borders, run = self._schedule(loss, batch)
+        for norm in self._deferred:  # after the first run across the borders, which counts as no micro-batch
+            norm.begin(self.n_microbatches)
         fresh = [p for p in own if p.requires_grad and p.grad is None]
         if loss is not None:
             self.world.begin_equal(self._statistics)  # like DistributedDataParallel
@@ -307,21 +304,22 @@ class DistributedPipeline(RankStages):
 
     def _schedule(self, loss: MicrobatchLoss | None, batch: AgreedBatch) -> tuple[Borders, ScheduleRun]:
         """The borders and torch's schedule for batches of this length and precision; the last is cached."""
-        kind = (current_precision(self.device), tuple(sorted(batch.lengths.items())))
+        precision = current_precision(self.device)
+        kind = (precision, tuple(sorted(batch.lengths.items())))
         key = (loss is not None, *kind)
         if key in self._built:
             return self._built[key]
         self._built.clear()  # frees the buffers for another length
         refuse_autocast(self._stages, self.device)
-        forms: list[BorderForm] = []
-        if any(getattr(stage, "form", None) is None for stage in self._stages):  # cut along modules
-            try:
+        borders, forms = self._borders, list[BorderForm]()
+        try:
+            if any(getattr(stage, "form", None) is None for stage in self._stages):  # cut along modules
                 forms = self._find_forms(kind, batch)
                 borders = tree_borders(forms, self.signature, batch.lengths)
-            except Exception as error:  # other replicas do not know of it: all raise at the end of the step
-                return self._borders, ScheduleRun(None, Failure(error, "the first run across the borders"))
-        else:
-            borders = borders_under_autocast(self._stages, self._borders, batch.lengths, self.device)
+            elif precision is not None:  # the dtypes are the same for all lengths
+                borders = borders_in_precision(borders, self._find_forms(precision, batch))
+        except Exception as error:  # other replicas do not know of it: all raise at the end of the step
+            return self._borders, ScheduleRun(None, Failure(error, "the first run across the borders"))
         plan = RunPlan(
             self.schedule_class,
             self.parts,
@@ -344,7 +342,7 @@ class DistributedPipeline(RankStages):
         return self._built[key]
 
     def _find_forms(self, kind: Any, batch: AgreedBatch) -> list[BorderForm]:
-        """The borders between stages of modules, found once for each length and precision."""
+        """The forms of the borders in a run, which is done once for each `kind`."""
         if kind not in self._forms:
             inputs: list[Tensor] = []
             if self.is_first:
