@@ -219,7 +219,8 @@ def profile_sizes(
 def live_bytes(layer: nn.Module, value: Any, skips: Skips) -> int:
     """Run a layer once and return the bytes in its graph: saved tensors, new leaves, and its outputs.
 
-    Every storage counts once. Parameters, buffers and the input (an output of the layer before) do not count.
+    Measured, and not on fake tensors as in `stages/profile.py`: a layer may run any code. Every storage
+    counts once. Parameters, buffers and the input (an output of the layer before) do not count.
     """
     seen: list[Tensor] = []  # keeps the tensors alive, so that no address is reused
 

@@ -20,7 +20,8 @@ from intarsia.pipeline.stages.signature import CallSignature, TensorSpec, from_f
 def part_sizes(samples: int, count: int, least: int = 0) -> list[int]:
     """The samples of each micro-batch: equal parts, except that the last ones may be shorter or empty.
 
-    A part has at least `least` samples, as long as samples remain.
+    A part has at least `least` samples, as long as samples remain. Unlike `chunk_sizes` in one process, there
+    are always `count` parts: torch's schedules have a fixed number of steps, and buffers of one size.
 
     >>> part_sizes(7, 4), part_sizes(5, 4), part_sizes(3, 4, least=2)
     ([2, 2, 2, 1], [2, 2, 1, 0], [2, 1, 0, 0])

@@ -1,5 +1,8 @@
 """Checkpointing in two nodes, so that the recomputation can start before the gradient has arrived.
 
+`torch.utils.checkpoint`, by which modules named in `split` and stages over processes are recomputed
+(`stages/program.py`), has one node: it starts when the gradient arrives, on autograd's thread.
+
 x ──Checkpoint──> y ──────────join──> y'       forward: the function runs without a graph
                   └─fork─Recompute─┘           backward: Recompute runs it again, with a graph;
                                                Checkpoint then sends the gradient through it

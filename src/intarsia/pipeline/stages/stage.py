@@ -179,14 +179,9 @@ class Stage(nn.Module):
     def to_device(self, device: torch.device | str) -> Stage:
         """Move the weights, and the devices in the graph (of `arange`, `zeros`), to `device`."""
         target = torch.device(device)
-        self.retarget(target)
+        for program in {self.program, self.runner}:
+            retarget(program, target)
         return self.to(target)
-
-    def retarget(self, device: torch.device) -> None:
-        """Make the graph create its tensors on `device`."""
-        retarget(self.program, device)
-        if self.runner is not self.program:
-            retarget(self.runner, device)
 
     def recompute(self, names: Sequence[str]) -> None:
         """Recompute these modules in the backward pass, and those that the model itself recomputes."""
