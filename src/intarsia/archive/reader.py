@@ -40,17 +40,6 @@ Place = str | torch.device | Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """A graph in pieces, with their programs, the plan, and notes for the user."""
-
-    plan: Plan
-    pieces: list[Piece]
-    programs: list[Program]
-    body_plans: dict[str, Plan]
-    notes: list[str]
-
-
-@dataclass(frozen=True)
 class LoadOptions:
     """The options of `load`."""
 
@@ -76,15 +65,20 @@ class Bundle:
         with loader.unpacking(self._options.packed):
             return loader.compiled(module)
 
-    def pieces(self, name: str, lowered: Lowered, state: Mapping[str, torch.Tensor]) -> Pieces:
-        """The pieces of a graph that is in memory, with its model's weights; ArchiveError if these differ."""
+    def assembly(
+        self, name: str, lowered: Lowered, state: Mapping[str, torch.Tensor]
+    ) -> tuple[Assembly, list[str]]:
+        """The pieces of a graph that is in memory, with its model's weights, and the notes of the compile.
+
+        ArchiveError if the weights differ.
+        """
         loader = self._loader(name)
         loader.take(state)
         with loader.unpacking():
-            pieces = loader.pieces(loader.contents["inlay"], lowered.module)
+            assembly = loader.assembly(loader.contents["inlay"], lowered.module)
         if loader.notes:
             raise ArchiveError(loader.notes[0])
-        return Pieces(*pieces, [str(note) for note in loader.contents["notes"]])
+        return assembly, [str(note) for note in loader.contents["notes"]]
 
     def leaves(self, written: Sequence[Json]) -> list[Any]:
         """The values that `BundleWriter.leaves` wrote; tensors are copies, since a call may write to them."""
@@ -201,7 +195,7 @@ class _Loader:
         self._reader, self._engines, self._devices, self._native = reader, engines, devices, native
         self._tensors = tensors
         self.contents, self.notes = contents, notes
-        self._bodies: dict[nn.Module, tuple[Plan, dict[str, Plan]]] = {}  # the plans of control flow
+        self._bodies: dict[nn.Module, Assembly] = {}  # of control flow
         self._unpacker: Unpacker | None = None
 
     @contextmanager
@@ -232,12 +226,12 @@ class _Loader:
         module = self._graph(inlay["graph"]).module
         buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
         lowered = lowered_from_json(call, module, buffers, lambda graph: self._graph(graph).module)
-        plan, pieces, programs, body_plans = self.pieces(inlay, module)
+        assembly = self.assembly(inlay, module)
         notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
         state = {name: self._tensors[key] for name, key in contents["state"].items()}
         compiled = Compiled(
             lowered,
-            Assembly(plan, pieces, programs, body_plans),
+            assembly,
             Source(model, signature_from_json(call["signature"]), state),
             notes,
             checks=[check_from_json(check, self._devices) for check in call["checks"]],
@@ -247,7 +241,9 @@ class _Loader:
             self._reader.member(captured["member"])  # reports damage now, and not at a refit
         compiled.captured = partial(self._captured, captured)
         results = contents["cuda_graphs"]
-        if results in ("fresh", "static") and all(self._engines[name].capturable for name in plan.engines):
+        if results in ("fresh", "static") and all(
+            self._engines[name].capturable for name in assembly.plan.engines
+        ):
             compiled.run_by(CudaGraphs(compiled.inlay.results, module.graph, results))
         return compiled
 
@@ -265,14 +261,12 @@ class _Loader:
         if "graph" in entry:
             return self._graph(entry["graph"]).module
         owner = self._graph(entry["inlay"]["graph"]).module
-        plan, pieces, programs, inner = self.pieces(entry["inlay"], owner)
-        inlay = Inlay(owner.graph, pieces, programs)
-        self._bodies[inlay] = plan, inner
+        assembly = self.assembly(entry["inlay"], owner)
+        inlay = Inlay(owner.graph, assembly)
+        self._bodies[inlay] = assembly
         return inlay
 
-    def pieces(
-        self, inlay: Json, owner: fx.GraphModule
-    ) -> tuple[Plan, list[Piece], list[Program], dict[str, Plan]]:
+    def assembly(self, inlay: Json, owner: fx.GraphModule) -> Assembly:
         nodes = {node.name: node for node in owner.graph.nodes}
         pieces, programs = [], []
         body_plans: dict[str, Plan] = {}
@@ -294,7 +288,7 @@ class _Loader:
             pieces.append(Piece(segment, owner, graph.graph, inputs, outputs))
             programs.append(program)
         segments = tuple(piece.segment for piece in pieces if piece.segment.nodes)
-        return Plan(segments, str(inlay["strategy"])), pieces, programs, body_plans
+        return Assembly(Plan(segments, str(inlay["strategy"])), pieces, programs, body_plans)
 
     def _plans_of_bodies(self, read: ReadGraph) -> dict[str, Plan]:
         plans: dict[str, Plan] = {}
@@ -302,9 +296,7 @@ class _Loader:
             for source in node.all_input_nodes:
                 body = read.root.get(str(source.target)) if source.op == "get_attr" else None
                 if isinstance(body, Inlay):
-                    key, (plan, inner) = f"{node.name}.{source.target}", self._bodies[body]
-                    plans[key] = plan
-                    plans |= {f"{key}/{below}": below_plan for below, below_plan in inner.items()}
+                    plans |= self._bodies[body].plans_under(f"{node.name}.{source.target}")
         return plans
 
     def _program(self, item: Json, graph: ReadGraph) -> tuple[Engine, Program]:

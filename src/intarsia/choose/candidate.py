@@ -20,13 +20,13 @@ from intarsia.cache.machine import digest
 from intarsia.capture.example import Call
 from intarsia.choose.findings import MOVED, Trial
 from intarsia.choose.measured import Measured
-from intarsia.engines import Engine, Program, Workload
+from intarsia.engines import Engine, Workload
 from intarsia.graph.nodes import is_control_flow, uses_gpu
-from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
+from intarsia.partition import PYTORCH, PartitionOptions, Plan, Strategy, SupportTable
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.inlay import Assembly
 
-# Makes the compiled module from a plan, its pieces and their programs.
-Finish = Callable[[Plan, Sequence[Piece], Sequence[Program], Builder], Compiled]
+Finish = Callable[[Assembly, Builder], Compiled]  # makes the compiled module
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,7 @@ class Workshop:
 
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, if no program fails."""
-        builder = self._builder(candidate)
-        return builder.plan(self._table(candidate)).plan
+        return self._builder(candidate).plan(self._table(candidate))
 
     def fingerprint(self, candidate: Candidate) -> str:
         """A digest that is equal for candidates with the same programs."""
@@ -161,12 +160,12 @@ class Workshop:
             module = self.eager()
             return Built(candidate, module, shape_of(module.plan), time.perf_counter() - start)
         builder = self._builder(candidate, deadline, timed)
-        plan, pieces, programs = builder.run(self._table(candidate))
-        module = self.finish(plan, pieces, programs, builder)
+        assembly = builder.run(self._table(candidate))
+        module = self.finish(assembly, builder)
         error = 0.0 if builder.settings.tolerance is None else self.error(module)
         took = time.perf_counter() - start
         first_s, is_traded, errors = builder.first_s, builder.is_traded, dict(builder.errors)
-        return Built(candidate, module, shape_of(plan), took, first_s, is_traded, error, errors)
+        return Built(candidate, module, shape_of(assembly.plan), took, first_s, is_traded, error, errors)
 
     def _builder(
         self, candidate: Candidate, deadline: float | None = None, timed: Timed | None = None

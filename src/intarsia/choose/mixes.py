@@ -154,10 +154,10 @@ class Costing:
         """A block on one engine, with PyTorch for nodes that it refuses; None if it takes no node."""
         engines = [engine] if engine.name == PYTORCH else [engine, PyTorch()]
         builder = self.workshop.builder.of_block(module, engines, inputs, options=options, tolerance=None)
-        plan, pieces, programs = builder.run(support_table(module, engines))
-        if engine.name not in plan.engines:
+        built = builder.run(support_table(module, engines))
+        if engine.name not in built.plan.engines:
             return None
-        inlay = Inlay(module.graph, pieces, programs)
+        inlay = Inlay(module.graph, built)
         return lambda: inlay.results(inputs)
 
 

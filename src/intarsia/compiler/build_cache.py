@@ -39,7 +39,6 @@ from intarsia.lower import Lowered
 from intarsia.plain_tensors import plain_state
 from intarsia.rewrite import RewritePatternManager
 from intarsia.runtime.compiled import Compiled, Source
-from intarsia.runtime.inlay import Assembly
 from intarsia.runtime.weights import tensor_digest
 
 _FORMAT, _VERSION = "intarsia-build", 1
@@ -90,19 +89,18 @@ class CacheEntry:
         try:
             with warnings.catch_warnings(), open_bundle(path, _FORMAT, _VERSION) as bundle:
                 warnings.simplefilter("error")  # a module that warns while it is read is built again
-                pieces = bundle.pieces(MODEL, lowered, plain_state(model.state_dict()))
+                assembly, notes = bundle.assembly(MODEL, lowered, plain_state(model.state_dict()))
                 findings = bundle.manifest["findings"]
                 if bundle.manifest["key"] != self.key:
                     raise ArchiveError("it is another compile's")
         except Exception:  # damaged, or removed by another process meanwhile: it is built again
             shelf.throw_out(self.key)
             return None
-        assembly = Assembly(pieces.plan, pieces.pieces, pieces.programs, pieces.body_plans)
         source = Source(model, inspect.signature(model.forward))
-        compiled = Compiled(lowered, assembly, source, [*pieces.notes, REUSED])
+        compiled = Compiled(lowered, assembly, source, [*notes, REUSED])
         if findings is not None:
             remembered = replace(Findings.from_dict(findings), remembered=True)
-            compiled.plan = measured_plan(pieces.plan, remembered)
+            compiled.plan = measured_plan(assembly.plan, remembered)
         return compiled
 
     def store(self, compiled: Compiled, compile_s: float) -> None:

@@ -289,7 +289,7 @@ class CompileJob:
     def build(self, graph: LoweredModel, support: Support) -> Compiled:
         """Plan by the strategy and build every segment. If a build fails, its nodes go to the next engine."""
         builder = self._assembler.builder(graph, support.engines, support.notes)
-        return self._assembler.inlay(graph, *builder.build(builder.plan(support.table)), builder)
+        return self._assembler.inlay(graph, builder.run(support.table), builder)
 
     @stage("choosing by measurement")
     def choose(self, graph: LoweredModel, support: Support, measured: Measured) -> Compiled:
