@@ -53,16 +53,16 @@ class Bundle:
     """The programs of a file, by name, which share one table of tensors."""
 
     def __init__(self, reader: Reader, weights: memoryview, options: LoadOptions) -> None:
-        self._reader, self._options, self._devices = reader, options, _devices(options.map_location)
+        self.reader, self.options, self.devices = reader, options, _devices(options.map_location)
         self.manifest: dict[str, Any] = reader.manifest
-        self._tensors = read_tensors(weights, self.manifest["tensors"], self._devices)
+        self.tensors = read_tensors(weights, self.manifest["tensors"], self.devices)
 
     def program(self, name: str, module: nn.Module | None = None) -> Compiled:
         """The compiled module of that name, with the weights of `module` if one is passed."""
-        loader = self._loader(name)
+        loader = _Loader(self, name)
         if module is not None:
             loader.take(plain_state(module.state_dict()))
-        with loader.unpacking(self._options.packed):
+        with loader.unpacking(self.options.packed):
             return loader.compiled(module)
 
     def assembly(
@@ -72,7 +72,7 @@ class Bundle:
 
         ArchiveError if the weights differ.
         """
-        loader = self._loader(name)
+        loader = _Loader(self, name)
         loader.take(state)
         with loader.unpacking():
             assembly = loader.assembly(loader.contents["inlay"], lowered.module)
@@ -83,14 +83,9 @@ class Bundle:
     def leaves(self, written: Sequence[Json]) -> list[Any]:
         """The values that `BundleWriter.leaves` wrote; tensors are copies, since a call may write to them."""
         return [
-            self._tensors[item["tensor"]].clone() if "tensor" in item else from_json(item["value"])
+            self.tensors[item["tensor"]].clone() if "tensor" in item else from_json(item["value"])
             for item in written
         ]
-
-    def _loader(self, name: str) -> _Loader:
-        contents, native, notes = self.manifest["programs"][name], self._options.native, list[str]()
-        engines = engines_from_json(contents["engines"], self._options.engines, notes, native)
-        return _Loader(self._reader, dict(self._tensors), contents, engines, self._devices, notes, native)
 
 
 @contextmanager
@@ -180,21 +175,15 @@ def _here(place: str | torch.device) -> torch.device:
 
 
 class _Loader:
-    """Builds a module from its description in the manifest."""
+    """Builds the program of one name from its description in the manifest."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        tensors: dict[str, torch.Tensor],
-        contents: Json,
-        engines: Mapping[str, Engine],
-        devices: Devices,
-        notes: list[str],
-        native: bool,
-    ) -> None:
-        self._reader, self._engines, self._devices, self._native = reader, engines, devices, native
-        self._tensors = tensors
-        self.contents, self.notes = contents, notes
+    def __init__(self, bundle: Bundle, name: str) -> None:
+        self._reader, self._devices, options = bundle.reader, bundle.devices, bundle.options
+        self._tensors, self._native = dict(bundle.tensors), options.native
+        self.contents: Json = bundle.manifest["programs"][name]
+        self.notes: list[str] = []
+        described = self.contents["engines"]
+        self._engines = engines_from_json(described, options.engines, self.notes, options.native)
         self._bodies: dict[nn.Module, Assembly] = {}  # of control flow
         self._unpacker: Unpacker | None = None
 

@@ -32,9 +32,9 @@ from intarsia.errors import EngineError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.logs import log_refusals
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
-from intarsia.partition.constrain import constrain
 from intarsia.partition.strategies import require_full
 from intarsia.partition.support import support_table
+from intarsia.partition.table import constrain
 from intarsia.runtime.fallback import Origin, has_empty, types_of, with_fallback
 from intarsia.runtime.inlay import Assembly, Inlay
 

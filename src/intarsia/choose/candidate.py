@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from intarsia.build.builder import Builder, BuildSettings, Timed
-from intarsia.build.faithful import Example
+from intarsia.build.judge import Example
 from intarsia.cache.machine import digest
 from intarsia.capture.example import Call
 from intarsia.choose.findings import MOVED, Trial
@@ -56,21 +56,10 @@ class Candidate:
         return any(engine.slow_to_build for engine in self.engines)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The inputs for measuring candidates: a call of the model, and the graph's inputs for it."""
-
-    call: tuple[Sequence[Any], Mapping[str, Any]]
-    inputs: Sequence[Any]
-    eager_s: float = 0.0  # that the model took for it when its answer was asked for
-
-
-def sample_of(examples: Sequence[Example], call: Call, *, largest: bool) -> Sample:
-    """The sample of the user's own call or, with `largest`, of the example with the most elements."""
+def sample_of(examples: Sequence[Example], call: Call, *, largest: bool) -> Example:
+    """The example that plans are measured on: the user's own or, with `largest`, the one of most elements."""
     own = next((example for example in examples if example.call[0] is call[0]), examples[0])
-    if largest:
-        own = max([own, *examples], key=lambda example: example.elements)
-    return Sample(own.call, own.inputs, 0.0 if own.truth is None else own.truth.seconds)
+    return max([own, *examples], key=lambda example: example.elements) if largest else own
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,7 @@ class Built:
     error: float = 0.0  # end to end, if there is a tolerance
     errors: Mapping[str, float] = field(default_factory=dict)  # of its segments, by first node
 
-    def call(self, sample: Sample) -> Callable[[], object]:
+    def call(self, sample: Example) -> Callable[[], object]:
         """The call that is measured: of the graph, so that nothing is written back, or of the model."""
         module = self.module
         if self.candidate.engines:

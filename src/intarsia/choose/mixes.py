@@ -104,13 +104,13 @@ class Costing:
         to stop.
         """
         known: dict[str, dict[str, float]] = {}
-        fed = blocks.values(inputs)
+        block_inputs = blocks.values(inputs)
         for number, (piece, digest) in enumerate(zip(blocks.pieces, blocks.digests, strict=True)):
             if digest in known:
                 continue
             if enough(f"block {number} of {len(blocks)}"):
                 return None
-            known[digest] = self._block(piece.module, digest, fed[number])
+            known[digest] = self._block(piece.module, digest, block_inputs[number])
         return tuple(replace(block, seconds=dict(known[block.contents])) for block in blocks.untimed())
 
     def entering(self) -> dict[str, float]:

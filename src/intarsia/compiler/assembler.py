@@ -10,7 +10,7 @@ from typing import Literal
 from torch import nn
 
 from intarsia.build.builder import Builder, BuildSettings
-from intarsia.build.faithful import LoweredModel
+from intarsia.build.judge import LoweredModel
 from intarsia.build.trial import Cases, rewriter
 from intarsia.engines import Engine
 from intarsia.graph.nodes import uses_gpu

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.archive.reader import open_bundle
 from intarsia.archive.writer import MODEL, BundleWriter
-from intarsia.build.faithful import Example
+from intarsia.build.judge import Example
 from intarsia.cache.machine import digest, machine_key, package_version, processor_features
 from intarsia.cache.store import Shelf, cache_directory
 from intarsia.capture.annotate import wanted_engine
@@ -184,7 +185,7 @@ def _graph(module: fx.GraphModule) -> Iterator[str]:
         yield repr((node.op, node.name, str(node.target), _argument(node.args), _argument(node.kwargs)))
         yield repr((value, where))
         if node.op == "get_attr":
-            attribute: Any = functools.reduce(getattr, str(node.target).split("."), module)
+            attribute = attrgetter(str(node.target))(module)
             if isinstance(attribute, torch.Tensor):
                 held.append((str(node.target), attribute))
             elif isinstance(attribute, fx.GraphModule):
