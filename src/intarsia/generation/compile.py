@@ -172,12 +172,13 @@ def _compiled(job: GenerationJob, options: CompileOptions) -> Generation:
     prompts, tokens = _for_rows(job, job.prompts, options), _for_rows(job, job.token, options)
     continuations = _for_rows(job, job.continuation, options)
 
-    def compared() -> tuple[GeneratingForward, Checked]:
+    def whole() -> tuple[GeneratingForward, Checked]:
+        """The forward with the present programs, compared with the model's own."""
         programs = {n: Programs(*prompts[n], tokens[n], continuations[n]) for n in job.rows}
         forward = GeneratingForward(job.model, job.anatomy, programs, job.max_length, encoder)
         return forward, worst(checked(forward, n, tolerance, job.examples_of(n)) for n in job.rows)
 
-    forward, result = compared()
+    forward, result = whole()
     # Errors of keys and values add up in the cache, so programs that are accurate alone may not be together.
     read_first = [one for pair in prompts.values() for one in pair]
     read_first += [] if encoder is None else [encoder.plain, encoder.masked]
@@ -186,11 +187,11 @@ def _compiled(job: GenerationJob, options: CompileOptions) -> Generation:
         notes.append(f"prompts are exact: in shorter arithmetic, the compiled model {result.fault}")
         encoder, prompts = job.encoder(exact(options)), _for_rows(job, job.prompts, exact(options))
         continuations = _for_rows(job, job.continuation, exact(options))
-        forward, result = compared()
+        forward, result = whole()
     if result.fault is not None and any(map(is_short, tokens.values())):
         notes.append(f"tokens are exact: in shorter arithmetic, the compiled model {result.fault}")
         tokens = _for_rows(job, job.token, exact(options))
-        forward, result = compared()
+        forward, result = whole()
     elif tolerance is not None and not any(map(is_short, tokens.values())):
         notes.append(why_exact(tokens[job.rows[0]], tolerance))
     forward.tolerance = tolerance
