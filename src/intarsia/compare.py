@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from intarsia.plain_tensors import is_traceable_subclass, plain_tensors, slices_of
+
+if TYPE_CHECKING:
+    from intarsia.rounding import Rounding
 
 ROUNDINGS = 4  # an element may always differ by this many roundings of its dtype
 # Values of one magnitude may differ by this many roundings of float32 (or float64) each: the largest
@@ -23,18 +26,10 @@ _GAP = 10  # octaves without a value between groups of magnitudes
 _EXPONENTS = 1 << 11  # of a double
 
 
-class Noise(Protocol):
-    """The effect of rounding on each output; see `rounding.Rounding`."""
-
-    def error(self, index: int, answer: torch.Tensor) -> torch.Tensor | None: ...
-
-    def change(self, index: int, further_runs: int) -> torch.Tensor | None: ...
-
-
 def disagreement(
     answers: Sequence[Any],
     expected: Sequence[Any],
-    rounding: Noise | None = None,
+    rounding: Rounding | None = None,
     tolerance: float | None = None,
     rows: int = 1,
 ) -> str | None:
@@ -78,7 +73,7 @@ def _error_of_floats(answer: Any, truth: torch.Tensor, rows: int) -> float | Non
     return relative_error(answer, truth, rows)
 
 
-def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int) -> str | None:
+def _wrong(answer: Any, truth: torch.Tensor, rounding: Rounding | None, index: int) -> str | None:
     if not isinstance(answer, torch.Tensor):
         return f"is a {type(answer).__name__}; PyTorch makes a tensor"
     if truth.is_nested or is_traceable_subclass(truth):  # the sizes of jagged tensors are never equal
@@ -166,7 +161,7 @@ def _worst(
 
 
 def _no_worse(
-    answers: Sequence[torch.Tensor], allowed: torch.Tensor, alike: _Alike, noise: Noise, index: int
+    answers: Sequence[torch.Tensor], allowed: torch.Tensor, alike: _Alike, noise: Rounding, index: int
 ) -> bool:
     """Whether answers are as near to float64 as allowed, although they differ at other elements.
 
@@ -183,7 +178,7 @@ def _no_worse(
     return True
 
 
-def _unequal(answer: torch.Tensor, truth: torch.Tensor, rounding: Noise | None, index: int) -> str | None:
+def _unequal(answer: torch.Tensor, truth: torch.Tensor, rounding: Rounding | None, index: int) -> str | None:
     wrong = answer != truth
     for further in FURTHER_RUNS if rounding is not None and bool(wrong.any()) else ():
         flips = rounding.change(index, further)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Memory that the process holds but does not need: freed blocks, and pages of files."""
+"""Memory that the process holds but does not need (freed blocks, pages of files), and memory that is free."""
 
 from __future__ import annotations
 
@@ -85,3 +85,30 @@ def _is_written(pages: io.FileIO, begin: int, end: int) -> bool:
     entries = np.frombuffer(data, np.uint64)
     own = ((entries & _PRESENT_OR_SWAPPED) != 0) & ((entries & _OF_FILE) == 0)
     return len(entries) != count or bool(own.any())
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes() -> int | None:
+    """The memory that this process may still use, on Linux; None on other systems."""
+    limits = [value for value in (_available(), _left_to_group()) if value is not None]
+    return min(limits, default=None)
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith("MemAvailable:")]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return None
+
+
+def _left_to_group() -> int | None:
+    """The memory that is left of a container's limit."""
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        return limit - int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit ("max"), no such file
+        return None

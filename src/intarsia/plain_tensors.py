@@ -11,6 +11,24 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+# The names of dtypes in safetensors files, which the library keeps private.
+SAFETENSORS_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 _PLAIN = (torch.Tensor, nn.Parameter)
 _PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("indices", "values"),

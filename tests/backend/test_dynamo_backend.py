@@ -332,7 +332,7 @@ def test_an_error_of_any_kind_leaves_the_graph_to_pytorch(monkeypatch: pytest.Mo
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a mistake of ours")
 
-    monkeypatch.setattr("intarsia.backend.graph_call.compile_whole", broken)
+    monkeypatch.setattr("intarsia.backend.dynamo_backend.compile_whole", broken)
     model, x = Net().eval(), torch.randn(3, 8)
     with pytest.warns(UserWarning, match="this graph runs in PyTorch .*ZeroDivisionError: a mistake"):
         agree(compiled(model, dynamic=False), model, x)

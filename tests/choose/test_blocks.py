@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import intarsia
-from intarsia.choose import mixes, search, standings
+from intarsia.choose import mixes, search
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
 from intarsia.choose.findings import BlockCost
 from intarsia.choose.mixes import calibrated, path_cost, promising_mixes
@@ -168,7 +168,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
         return {name: (1.0 if name.startswith("mix") else 10.0,) * 4 for name in calls}
 
     monkeypatch.setattr(mixes, "race_plans", block_race)
-    monkeypatch.setattr(standings, "race_plans", race)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", race)
     return counts
 
 
@@ -210,7 +210,7 @@ def test_without_a_budget_equal_layers_are_measured_only_on_engines_near_the_bes
     def race(calls: dict[str, object], *_: object, **__: object) -> dict[str, tuple[float, ...]]:
         return {name: (1.0 if name.startswith("openvino") else 1.4,) * 4 for name in calls}
 
-    monkeypatch.setattr(standings, "race_plans", race)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", race)
     monkeypatch.setattr(search, "_BLOCKS", (6,))
     # On a busy machine, what is left of a short compile is too little for blocks.
     monkeypatch.setattr(search, "_RACE_S", 0.0)

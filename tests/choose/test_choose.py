@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.choose import race, search, standings
+from intarsia.choose import race, search
 from intarsia.choose.measured import Measured
 from intarsia.engines import Inductor, OnnxRuntime, PyTorch
 from intarsia.errors import PartitionError
@@ -74,7 +74,7 @@ class Races:
 
 def _timed(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, float]) -> Races:
     races = Races(table)
-    monkeypatch.setattr(standings, "race_plans", races)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", races)
     return races
 
 
@@ -103,7 +103,7 @@ def test_a_disturbed_round_costs_nobody_the_last_race(
         took = races(calls, *more, **named)
         return took if len(races.log) > 1 else {**took, "eager": (90.0, 80.0, 1.0)}
 
-    monkeypatch.setattr(standings, "race_plans", disturbed)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", disturbed)
     assert _compile(model, FEW).plan.findings.chosen == "eager"
 
 
@@ -234,7 +234,7 @@ def test_ctrl_c_returns_what_was_verified(model: nn.Module, monkeypatch: pytest.
             raise KeyboardInterrupt
         return races(calls, *more, **named)
 
-    monkeypatch.setattr(standings, "race_plans", interrupted)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", interrupted)
     fast = _compile(model, Measured(budget_s=60, candidates=(OnnxRuntime(spinning=False),)))
     assert fast.plan.findings.chosen == "pytorch"
     torch.testing.assert_close(fast(X), model(X))
@@ -246,7 +246,7 @@ def test_ctrl_c_before_anything_was_measured(model: nn.Module, monkeypatch: pyte
     def interrupted(*_: object, **__: object) -> dict[str, tuple[float, ...]]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(standings, "race_plans", interrupted)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", interrupted)
     fast = _compile(model)
     assert "nothing was measured" in str(fast.plan)
     torch.testing.assert_close(fast(X), model(X), rtol=1e-4, atol=1e-5)
@@ -361,8 +361,8 @@ def test_a_plan_left_out_of_the_last_race_that_seems_faster_is_let_in_again(
         races.table = [slow, busy, quiet][len(races.log)]
         return races(calls, *rest, **more)
 
-    monkeypatch.setattr(standings, "race_plans", raced)
-    monkeypatch.setattr(standings.Standings, "fits_a_race", lambda *_: True)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", raced)
+    monkeypatch.setattr(race.Standings, "fits_a_race", lambda *_: True)
     monkeypatch.setattr(search.Search, "_mixes", lambda _: [])
     fast = _compile(model, FEW, rewrite=False)
     assert [sorted(names) for names in races.log] == [
@@ -388,8 +388,8 @@ def test_a_simpler_plan_that_is_slower_is_raced_once_more(
             steady["openvino"] = (0.120, 0.120, 0.112, 0.121)
         return {name: steady.get(name, (0.300,) * rounds) for name in calls}
 
-    monkeypatch.setattr(standings, "race_plans", raced)
-    monkeypatch.setattr(standings.Standings, "fits_a_race", lambda *_: True)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", raced)
+    monkeypatch.setattr(race.Standings, "fits_a_race", lambda *_: True)
     monkeypatch.setattr(search.Search, "_mixes", lambda _: [])
     fast = _compile(model, FEW, rewrite=False)
     assert races[1:] == [["onnxruntime", "openvino"]] * 2
@@ -406,8 +406,8 @@ def test_a_last_race_on_a_busy_machine_is_run_again(
         races.table = {"openvino": 117.0} if len(races.log) == 1 else quiet
         return races(calls, *rest, **more)
 
-    monkeypatch.setattr(standings, "race_plans", raced)
-    monkeypatch.setattr(standings.Standings, "fits_a_race", lambda *_: True)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", raced)
+    monkeypatch.setattr(race.Standings, "fits_a_race", lambda *_: True)
     fast = _compile(model, Measured(budget_s=60, candidates=[intarsia.OpenVINO(threads=1)]))
     assert len(races.log[0]) == 4 and sorted(races.log[2]) == sorted([*races.log[1], "onnxruntime"])
     found = json.loads(fast.plan.to_json())["measured"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.choose import measured, standings
+from intarsia.choose import measured
 from intarsia.choose.measured import Measured
 from intarsia.engines import Inductor
 from intarsia.engines.inductor import engine as inductor_engine
@@ -53,7 +53,7 @@ class Races:
 
 def _races(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, float]) -> Races:
     races = Races(table)
-    monkeypatch.setattr(standings, "race_plans", races)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", races)
     return races
 
 

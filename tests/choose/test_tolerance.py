@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.choose import standings
 from intarsia.choose.candidate import Workshop
 from intarsia.choose.measured import Measured
 from intarsia.compare import relative_error
@@ -69,7 +68,7 @@ def _prefer(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[str]]:
         log.append(list(calls))
         return {one: (1e-9 if one.startswith(name) else 1e-8,) * 4 for one in calls}
 
-    monkeypatch.setattr(standings, "race_plans", race)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", race)
     return log
 
 

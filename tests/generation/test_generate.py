@@ -21,7 +21,6 @@ from transformers import (
 )
 
 import intarsia
-from intarsia.choose import standings
 from intarsia.errors import InputError, IntarsiaError
 from intarsia.generation import Generation
 from intarsia.generation.anatomy import Anatomy
@@ -238,7 +237,7 @@ def test_a_model_that_is_fastest_as_it_is_does_not_call_itself(monkeypatch: pyte
     def eager_wins(calls: Any, *_: Any, **__: Any) -> dict[str, tuple[float, ...]]:
         return {name: ((1e-9 if name == "eager" else 9e-9),) * 4 for name in calls}
 
-    monkeypatch.setattr(standings, "race_plans", eager_wins)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", eager_wins)
     model = smallest()
     call = {"input_ids": padded()["input_ids"][1:], "max_new_tokens": 5, "do_sample": False}
     expected = model.generate(**call)

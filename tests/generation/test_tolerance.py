@@ -12,7 +12,7 @@ import transformers as hf
 from tests.generation.families import tiny
 
 import intarsia
-from intarsia.choose import search, standings
+from intarsia.choose import search
 from intarsia.choose.measured import Measured
 from intarsia.engines import (
     Engine,
@@ -26,7 +26,7 @@ from intarsia.generation import compile as job
 from intarsia.generation import programs
 from intarsia.generation.anatomy import anatomy_of
 from intarsia.generation.check import Checked
-from intarsia.generation.programs import compiled_prompts, compiled_token
+from intarsia.generation.programs import GenerationJob
 from intarsia.options import CompileOptions
 
 ROOM = 24
@@ -48,7 +48,7 @@ def _prefer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def race(calls: Mapping[str, Callable[[], object]], *_: object, **__: object) -> Any:
         return {one: (1e-9 if one.startswith(name) else 1e-8,) * 4 for one in calls}
 
-    monkeypatch.setattr(standings, "race_plans", race)
+    monkeypatch.setattr("intarsia.choose.race.race_plans", race)
 
 
 def _made(model: Any, engine: Engine, tolerance: float, **more: Any) -> Any:
@@ -119,8 +119,8 @@ def test_errors_that_add_up_over_tokens(fits: str, short: list[str], monkeypatch
         wrong = [part for part in used(forward) if part != fits]
         return Checked(0.4, f"is off in the {wrong[0]}") if wrong else Checked(0.1)
 
-    monkeypatch.setattr(job.GenerationJob, "prompts", lambda self, options: {1: (program(options), None)})
-    monkeypatch.setattr(job.GenerationJob, "tokens", lambda self, options: {1: program(options)})
+    monkeypatch.setattr(GenerationJob, "prompts", lambda self, rows, options: (program(options), None))
+    monkeypatch.setattr(GenerationJob, "token", lambda self, rows, options: program(options))
     monkeypatch.setattr(job, "checked", check)
     with intarsia.compile_generation(llama(), max_length=ROOM, tolerance=0.3) as made:
         assert used(made.forward) == short and made.error == 0.1 and made.forward.enabled
@@ -143,8 +143,9 @@ def test_examples_are_calls_of_the_model(family: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(programs, "compile_with", calls_of)
     examples = [PROMPT, PROMPT.flip(1), PROMPT]
-    prompts = compiled_prompts(model, anatomy, 1, ROOM, True, examples, CompileOptions())
-    token = compiled_token(model, anatomy, 1, ROOM, examples, CompileOptions())
+    generation = GenerationJob(model, anatomy, (1,), ROOM, True, examples)
+    prompts = generation.prompts(1, CompileOptions())
+    token = generation.token(1, CompileOptions())
     for made in [*prompts, token]:
         if made is None:
             continue

@@ -18,7 +18,7 @@ from tests.models.case import Call, Case
 
 import intarsia
 from intarsia.compare import relative_error
-from intarsia.runtime.partly import PartlyCompiled
+from intarsia.runtime.forwards import PartlyCompiled
 
 EQUAL, PARTS, AS_IT_IS = "equal", "in parts", "as it is"
 EAGER_REFUSES, RAISED, DIFFERS = "refused by PyTorch itself", "RAISED", "DIFFERS"

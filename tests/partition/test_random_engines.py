@@ -37,13 +37,13 @@ def test_engines_answer_as_pytorch_does(strategy: str, steps: list[tuple[str, in
     args = [torch.rand(6, 4), torch.rand(6, 4)]
     settings = BuildSettings(PartitionOptions(min_block_size=1), STRATEGIES[strategy])
     builder = Builder(gm, engines, settings, [args])
-    plan, pieces, made = builder.run(table.with_refusals(refused))
+    built = builder.run(table.with_refusals(refused))
     other = [torch.rand(6, 4), torch.rand(6, 4)]
-    answers = Inlay(gm.graph, pieces, made).results(other)
+    answers = Inlay(gm.graph, built).results(other)
     for answer, truth in zip(answers, gm(*other), strict=True):
         if isinstance(truth, torch.Tensor):
             torch.testing.assert_close(
-                answer, truth, rtol=1e-4, atol=1e-4, msg=lambda text: f"{text}\n{plan}"
+                answer, truth, rtol=1e-4, atol=1e-4, msg=lambda text: f"{text}\n{built.plan}"
             )
         else:
             assert answer == truth

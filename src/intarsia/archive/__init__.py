@@ -22,7 +22,7 @@ from intarsia.archive.files import save as save
 from intarsia.archive.reader import load_bytes
 from intarsia.archive.writer import save_bytes
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.partly import PartlyCompiled
+from intarsia.runtime.forwards import PartlyCompiled
 
 
 def _reduce(compiled: Compiled) -> tuple[Callable[[bytes], Compiled], tuple[bytes]]:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim
 
-from intarsia.archive.writer import made_by
+from intarsia.archive.writer import provenance
 from intarsia.engines import NetworkEngine, known_engines
 from intarsia.errors import ArchiveError, EngineError, first_line
 from intarsia.graph.piece import Piece
@@ -128,7 +128,7 @@ def _folder(compiled: Compiled, path: Path) -> Exported:
         manifest = {
             "format": "intarsia pieces",
             "version": 1,
-            "made by": made_by(),
+            "made by": provenance(),
             "inputs": [_described(node) for node in graph.find_nodes(op="placeholder")],
             "pieces": pieces,
             "outputs": _returned(graph),

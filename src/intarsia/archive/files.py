@@ -20,7 +20,7 @@ from intarsia.archive.writer import MODEL, BundleWriter
 from intarsia.engines import Engine
 from intarsia.errors import ArchiveError
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.partly import PartlyCompiled, assembled
+from intarsia.runtime.forwards import PartlyCompiled, assembled
 from intarsia.runtime.weights import tensor_digest
 
 _PARTS, _PARTS_VERSION = "intarsia-parts", 2

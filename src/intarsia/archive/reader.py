@@ -40,17 +40,6 @@ Place = str | torch.device | Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """A graph in pieces, with their programs, the plan, and notes for the user."""
-
-    plan: Plan
-    pieces: list[Piece]
-    programs: list[Program]
-    body_plans: dict[str, Plan]
-    notes: list[str]
-
-
-@dataclass(frozen=True)
 class LoadOptions:
     """The options of `load`."""
 
@@ -64,39 +53,39 @@ class Bundle:
     """The programs of a file, by name, which share one table of tensors."""
 
     def __init__(self, reader: Reader, weights: memoryview, options: LoadOptions) -> None:
-        self._reader, self._options, self._devices = reader, options, _devices(options.map_location)
+        self.reader, self.options, self.devices = reader, options, _devices(options.map_location)
         self.manifest: dict[str, Any] = reader.manifest
-        self._tensors = read_tensors(weights, self.manifest["tensors"], self._devices)
+        self.tensors = read_tensors(weights, self.manifest["tensors"], self.devices)
 
     def program(self, name: str, module: nn.Module | None = None) -> Compiled:
         """The compiled module of that name, with the weights of `module` if one is passed."""
-        loader = self._loader(name)
+        loader = _Loader(self, name)
         if module is not None:
             loader.take(plain_state(module.state_dict()))
-        with loader.unpacking(self._options.packed):
+        with loader.unpacking(self.options.packed):
             return loader.compiled(module)
 
-    def pieces(self, name: str, lowered: Lowered, state: Mapping[str, torch.Tensor]) -> Pieces:
-        """The pieces of a graph that is in memory, with its model's weights; ArchiveError if these differ."""
-        loader = self._loader(name)
+    def assembly(
+        self, name: str, lowered: Lowered, state: Mapping[str, torch.Tensor]
+    ) -> tuple[Assembly, list[str]]:
+        """The pieces of a graph that is in memory, with its model's weights, and the notes of the compile.
+
+        ArchiveError if the weights differ.
+        """
+        loader = _Loader(self, name)
         loader.take(state)
         with loader.unpacking():
-            pieces = loader.pieces(loader.contents["inlay"], lowered.module)
+            assembly = loader.assembly(loader.contents["inlay"], lowered.module)
         if loader.notes:
             raise ArchiveError(loader.notes[0])
-        return Pieces(*pieces, [str(note) for note in loader.contents["notes"]])
+        return assembly, [str(note) for note in loader.contents["notes"]]
 
     def leaves(self, written: Sequence[Json]) -> list[Any]:
         """The values that `BundleWriter.leaves` wrote; tensors are copies, since a call may write to them."""
         return [
-            self._tensors[item["tensor"]].clone() if "tensor" in item else from_json(item["value"])
+            self.tensors[item["tensor"]].clone() if "tensor" in item else from_json(item["value"])
             for item in written
         ]
-
-    def _loader(self, name: str) -> _Loader:
-        contents, native, notes = self.manifest["programs"][name], self._options.native, list[str]()
-        engines = engines_from_json(contents["engines"], self._options.engines, notes, native)
-        return _Loader(self._reader, dict(self._tensors), contents, engines, self._devices, notes, native)
 
 
 @contextmanager
@@ -186,22 +175,16 @@ def _here(place: str | torch.device) -> torch.device:
 
 
 class _Loader:
-    """Builds a module from its description in the manifest."""
+    """Builds the program of one name from its description in the manifest."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        tensors: dict[str, torch.Tensor],
-        contents: Json,
-        engines: Mapping[str, Engine],
-        devices: Devices,
-        notes: list[str],
-        native: bool,
-    ) -> None:
-        self._reader, self._engines, self._devices, self._native = reader, engines, devices, native
-        self._tensors = tensors
-        self.contents, self.notes = contents, notes
-        self._bodies: dict[nn.Module, tuple[Plan, dict[str, Plan]]] = {}  # the plans of control flow
+    def __init__(self, bundle: Bundle, name: str) -> None:
+        self._reader, self._devices, options = bundle.reader, bundle.devices, bundle.options
+        self._tensors, self._native = dict(bundle.tensors), options.native
+        self.contents: Json = bundle.manifest["programs"][name]
+        self.notes: list[str] = []
+        described = self.contents["engines"]
+        self._engines = engines_from_json(described, options.engines, self.notes, options.native)
+        self._bodies: dict[nn.Module, Assembly] = {}  # of control flow
         self._unpacker: Unpacker | None = None
 
     @contextmanager
@@ -232,12 +215,12 @@ class _Loader:
         module = self._graph(inlay["graph"]).module
         buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
         lowered = lowered_from_json(call, module, buffers, lambda graph: self._graph(graph).module)
-        plan, pieces, programs, body_plans = self.pieces(inlay, module)
+        assembly = self.assembly(inlay, module)
         notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
         state = {name: self._tensors[key] for name, key in contents["state"].items()}
         compiled = Compiled(
             lowered,
-            Assembly(plan, pieces, programs, body_plans),
+            assembly,
             Source(model, signature_from_json(call["signature"]), state),
             notes,
             checks=[check_from_json(check, self._devices) for check in call["checks"]],
@@ -247,7 +230,9 @@ class _Loader:
             self._reader.member(captured["member"])  # reports damage now, and not at a refit
         compiled.captured = partial(self._captured, captured)
         results = contents["cuda_graphs"]
-        if results in ("fresh", "static") and all(self._engines[name].capturable for name in plan.engines):
+        if results in ("fresh", "static") and all(
+            self._engines[name].capturable for name in assembly.plan.engines
+        ):
             compiled.run_by(CudaGraphs(compiled.inlay.results, module.graph, results))
         return compiled
 
@@ -265,14 +250,12 @@ class _Loader:
         if "graph" in entry:
             return self._graph(entry["graph"]).module
         owner = self._graph(entry["inlay"]["graph"]).module
-        plan, pieces, programs, inner = self.pieces(entry["inlay"], owner)
-        inlay = Inlay(owner.graph, pieces, programs)
-        self._bodies[inlay] = plan, inner
+        assembly = self.assembly(entry["inlay"], owner)
+        inlay = Inlay(owner.graph, assembly)
+        self._bodies[inlay] = assembly
         return inlay
 
-    def pieces(
-        self, inlay: Json, owner: fx.GraphModule
-    ) -> tuple[Plan, list[Piece], list[Program], dict[str, Plan]]:
+    def assembly(self, inlay: Json, owner: fx.GraphModule) -> Assembly:
         nodes = {node.name: node for node in owner.graph.nodes}
         pieces, programs = [], []
         body_plans: dict[str, Plan] = {}
@@ -294,7 +277,7 @@ class _Loader:
             pieces.append(Piece(segment, owner, graph.graph, inputs, outputs))
             programs.append(program)
         segments = tuple(piece.segment for piece in pieces if piece.segment.nodes)
-        return Plan(segments, str(inlay["strategy"])), pieces, programs, body_plans
+        return Assembly(Plan(segments, str(inlay["strategy"])), pieces, programs, body_plans)
 
     def _plans_of_bodies(self, read: ReadGraph) -> dict[str, Plan]:
         plans: dict[str, Plan] = {}
@@ -302,9 +285,7 @@ class _Loader:
             for source in node.all_input_nodes:
                 body = read.root.get(str(source.target)) if source.op == "get_attr" else None
                 if isinstance(body, Inlay):
-                    key, (plan, inner) = f"{node.name}.{source.target}", self._bodies[body]
-                    plans[key] = plan
-                    plans |= {f"{key}/{below}": below_plan for below, below_plan in inner.items()}
+                    plans |= self._bodies[body].plans_under(f"{node.name}.{source.target}")
         return plans
 
     def _program(self, item: Json, graph: ReadGraph) -> tuple[Engine, Program]:

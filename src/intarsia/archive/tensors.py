@@ -20,31 +20,14 @@ import torch
 from intarsia.archive.codec import Devices
 from intarsia.archive.container import ALIGNMENT
 from intarsia.errors import ArchiveError
-from intarsia.plain_tensors import is_opaque, is_traceable_subclass
+from intarsia.plain_tensors import SAFETENSORS_DTYPES, is_opaque, is_traceable_subclass
 
 WEIGHTS = "weights.safetensors"
 MOST_HEADER = 100_000_000  # as in safetensors
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 _SMALLEST = 1 << 16  # bytes of a tensor that is searched for in others
 _BEGINNING = 64  # bytes of a row, by which it is looked up before it is compared
 _TRIES = 16  # comparisons for one tensor, since rows of zeros begin alike
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class TensorTable:
@@ -198,7 +181,7 @@ def read_tensors(
         raise ArchiveError(f"{WEIGHTS} does not hold the tensors of the manifest")
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in header.items():
-        dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        dtype, shape, (start, end) = SAFETENSORS_DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         size = math.prod(shape) * dtype.itemsize
         if any(dim < 0 for dim in shape) or not 0 <= start <= end <= len(data) or end - start != size:
             raise ArchiveError(f"{key} does not lie in {WEIGHTS} as its header says")
@@ -221,7 +204,7 @@ def alike(
     shared = {}
     views = {key: entry["alike"] for key, entry in described.items() if "alike" in entry}
     for key, (whole, dtype, shape) in views.items():
-        stored, described_dtype = tensors[whole], DTYPES[dtype]
+        stored, described_dtype = tensors[whole], SAFETENSORS_DTYPES[dtype]
         if min(shape, default=0) < 0 or stored.nbytes != math.prod(shape) * described_dtype.itemsize:
             raise ArchiveError(f"{key} does not consist of the bytes of {whole}")
         shared[key] = _read_again(stored, described_dtype, shape)

@@ -124,7 +124,7 @@ class BundleWriter:
             writer.close(
                 {
                     **about,
-                    "made by": made_by(),
+                    "made by": provenance(),
                     "programs": self._programs,
                     "tensors": self._tensors.description(),
                 }
@@ -260,7 +260,7 @@ def _pack(writer: Writer, packing: _Packing, path: str, places: dict[str, int], 
         }
 
 
-def made_by() -> dict[str, Json]:
+def provenance() -> dict[str, Json]:
     """The versions and the system that write a file."""
     return {
         "intarsia": package_version("intarsia"),

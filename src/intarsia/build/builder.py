@@ -32,22 +32,14 @@ from intarsia.errors import EngineError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.logs import log_refusals
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
-from intarsia.partition.constrain import constrain
 from intarsia.partition.strategies import require_full
 from intarsia.partition.support import support_table
+from intarsia.partition.table import constrain
 from intarsia.runtime.fallback import Origin, has_empty, types_of, with_fallback
-from intarsia.runtime.inlay import Inlay
+from intarsia.runtime.inlay import Assembly, Inlay
 
 _TIMED_RUNS = 3  # the fastest counts, since OpenVINO prepares for sizes in the first
 _TOO_SLOW = 1.1  # a plan this much slower than the best will not win after a part of it moves to PyTorch
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan, and the support table it was made from."""
-
-    plan: Plan
-    table: SupportTable
 
 
 class TooSlow(EngineError):
@@ -105,24 +97,24 @@ class Builder:
         settings = replace(self.settings, options=options, **changes)
         return Builder(module, engines, settings, [inputs] if self.examples else ())
 
-    def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
-        """A plan, its pieces and their programs, which all answer as PyTorch does."""
-        return self.build(self.plan(table))
-
-    def plan(self, table: SupportTable) -> Planned:
+    def plan(self, table: SupportTable) -> Plan:
         """The strategy's plan for the graph, before anything is built."""
-        table = constrain(self.module, table, self.settings.options)
-        return Planned(self.settings.strategy(self.module, table, self.settings.options), table)
-
-    def build(self, planned: Planned) -> tuple[Plan, list[Piece], list[Program]]:
-        """The plan, its pieces and their programs. If a piece fails, the plan is repaired."""
-        plan, table = planned.plan, planned.table
         options = self.settings.options
+        return self.settings.strategy(self.module, constrain(self.module, table, options), options)
+
+    def run(self, table: SupportTable) -> Assembly:
+        """A plan, its pieces and their programs, which all answer as PyTorch does.
+
+        If a piece fails, the plan is repaired.
+        """
+        options = self.settings.options
+        table = constrain(self.module, table, options)
+        plan = self.settings.strategy(self.module, table, options)
         while True:
             pieces = extract(self.module, plan.verify(self.module))
             programs, refusals = self._build_all(pieces)
             if not refusals:
-                return plan, pieces, programs
+                return Assembly(plan, pieces, programs, self.body_plans)
             log_refusals(refusals)
             repaired = repair(self.module, plan, table, refusals, options)
             if repaired is None:
@@ -266,10 +258,9 @@ class Builder:
                     tries.append(operands)
             inner = Builder(body, self.engines, replace(self.settings, timed=None), tries)
             inner._lost = self._lost
-            plan, pieces, programs = inner.run(support_table(body, self.engines, self.settings.build_limit_s))
-            setattr(module, name, Inlay(body.graph, pieces, programs))
-            self.body_plans[key] = plan
-            self.body_plans.update({f"{key}/{below}": p for below, p in inner.body_plans.items()})
+            built = inner.run(support_table(body, self.engines, self.settings.build_limit_s))
+            setattr(module, name, Inlay(body.graph, built))
+            self.body_plans |= built.plans_under(key)
             self.notes += inner.notes
 
     def _blame(self, piece: Piece, failure: Failure, cases: Sequence[Case]) -> dict[fx.Node, dict[str, str]]:

@@ -18,9 +18,8 @@ from intarsia.graph.nodes import op_name
 from intarsia.graph.plan_text import PlanDetails
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, extract
 from intarsia.partition.blocks import work
-from intarsia.partition.constrain import constrain
 from intarsia.partition.support import support_table
-from intarsia.partition.table import PYTORCH, SupportTable
+from intarsia.partition.table import PYTORCH, SupportTable, constrain
 from intarsia.rewrite import Patterns, apply, patterns_by_engine
 
 

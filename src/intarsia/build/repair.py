@@ -14,11 +14,10 @@ from torch import fx
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import Segment
 from intarsia.partition.blocks import too_small
-from intarsia.partition.constrain import agree, find_groups
 from intarsia.partition.options import PartitionOptions
 from intarsia.partition.schedule import Problem, fewest
 from intarsia.partition.strategies import Part, write_segments
-from intarsia.partition.table import PYTORCH, SupportTable
+from intarsia.partition.table import PYTORCH, SupportTable, agree, find_groups
 from intarsia.partition.units import Units, find_recomputable, find_units
 
 T = TypeVar("T")

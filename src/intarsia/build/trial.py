@@ -141,8 +141,8 @@ def _built(
         return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(module)), None)
     assert isinstance(engine, NetworkEngine)
     net = convert(module, name=engine.name, notes=notes, engine=engine)
-    told, is_traded = ((), False) if rewrite is None else rewrite(net, engine)
-    notes += told
+    changes, is_traded = ((), False) if rewrite is None else rewrite(net, engine)
+    notes += changes
     program = within(limit_s, f"{engine.name}.build", lambda: engine.build(net))
     return Tried(program, net, is_traded=is_traded)
 

@@ -186,15 +186,15 @@ def allowed_bytes() -> int:
 
 
 class Shelf:
-    """Files are written completely or not at all; damaged files are deleted when found. No method raises.
+    """A folder of files of bounded size, by key; the least recently used are deleted. No method raises.
 
     >>> import tempfile
     >>> shelf = Shelf(Path(tempfile.mkdtemp()), limit=1000)
-    >>> shelf.put("one", lambda path: print(path.write_text("kept")))
+    >>> shelf.put("one", lambda path: print(path.write_text("text")))
     4
     >>> path = shelf.find("one")
     >>> path.read_text(), shelf.find("other")
-    ('kept', None)
+    ('text', None)
     """
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
@@ -211,17 +211,12 @@ class Shelf:
         return path
 
     def put(self, key: str, write: Callable[[Path], None]) -> None:
-        """Write a file. An incomplete file is not stored."""
+        """Store what `write` writes to a path, completely or not at all (see `write_atomically`)."""
         if self.limit <= 0:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            draft = self.folder / f".{key}.{os.getpid()}"
-            try:
-                write(draft)
-                os.replace(draft, self.folder / key)
-            finally:
-                draft.unlink(missing_ok=True)
+            write(self.folder / key)
             self._make_room()
         except OSError as error:
             if str(self.folder) not in _warned:

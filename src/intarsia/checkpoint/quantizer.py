@@ -18,22 +18,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from intarsia.checkpoint.layouts import UnknownLayout, scheme_of
 from intarsia.checkpoint.linear import QuantizedLinear
 from intarsia.errors import InputError
+from intarsia.plain_tensors import SAFETENSORS_DTYPES
 
 METHOD = "intarsia"
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Tensors that only quantized layers have.
 _PACKED = ("weight_packed", "weight_scale", "qweight")
@@ -89,7 +76,7 @@ def _headers(files: list[Path]) -> dict[str, _Header]:
             for name in tensors.keys():  # noqa: SIM118  # it is not a dict
                 part = tensors.get_slice(name)
                 dtype = part.get_dtype()
-                headers[name] = _Header(_DTYPES.get(dtype, dtype), tuple(part.get_shape()))
+                headers[name] = _Header(SAFETENSORS_DTYPES.get(dtype, dtype), tuple(part.get_shape()))
     return headers
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from intarsia.build.builder import node_kind
-from intarsia.build.trial import run_in_pytorch
+from intarsia.build.trial import case_of
 from intarsia.choose.findings import BlockCost
 from intarsia.choose.memory import contents
 from intarsia.errors import PartitionError
@@ -19,8 +19,8 @@ from intarsia.graph.nodes import compute_nodes, module_path, op_name
 from intarsia.graph.piece import Piece, extract, plan_at
 from intarsia.graph.plan import Plan
 from intarsia.partition.blocks import work
-from intarsia.partition.constrain import find_groups
 from intarsia.partition.options import Atomic
+from intarsia.partition.table import find_groups
 
 _OFTEN = 4
 _FIRST = (
@@ -84,12 +84,7 @@ class Blocks:
         """The inputs of every block when the graph runs on `inputs`."""
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
-        block_inputs = []
-        for piece in self.pieces:
-            block_inputs.append([values[node] for node in piece.inputs])
-            results = run_in_pytorch(piece.module, block_inputs[-1])
-            values.update(zip(piece.outputs, results, strict=True))
-        return block_inputs
+        return [case_of(piece, values).inputs for piece in self.pieces]
 
     def untimed(self) -> list[BlockCost]:
         """The blocks for findings, without costs."""

@@ -15,18 +15,18 @@ from typing import Any
 from torch import fx
 
 from intarsia.build.builder import Builder, BuildSettings, Timed
-from intarsia.build.faithful import Example
+from intarsia.build.judge import Example
 from intarsia.cache.machine import digest
 from intarsia.capture.example import Call
 from intarsia.choose.findings import MOVED, Trial
 from intarsia.choose.measured import Measured
-from intarsia.engines import Engine, Program, Workload
+from intarsia.engines import Engine, Workload
 from intarsia.graph.nodes import is_control_flow, uses_gpu
-from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
+from intarsia.partition import PYTORCH, PartitionOptions, Plan, Strategy, SupportTable
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.inlay import Assembly
 
-# Makes the compiled module from a plan, its pieces and their programs.
-Finish = Callable[[Plan, Sequence[Piece], Sequence[Program], Builder], Compiled]
+Finish = Callable[[Assembly, Builder], Compiled]  # makes the compiled module
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,10 @@ class Candidate:
         return any(engine.slow_to_build for engine in self.engines)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The inputs for measuring candidates: a call of the model, and the graph's inputs for it."""
-
-    call: tuple[Sequence[Any], Mapping[str, Any]]
-    inputs: Sequence[Any]
-    eager_s: float = 0.0  # that the model took for it when its answer was asked for
-
-
-def sample_of(examples: Sequence[Example], call: Call, *, largest: bool) -> Sample:
-    """The sample of the user's own call or, with `largest`, of the example with the most elements."""
+def sample_of(examples: Sequence[Example], call: Call, *, largest: bool) -> Example:
+    """The example that plans are measured on: the user's own or, with `largest`, the one of most elements."""
     own = next((example for example in examples if example.call[0] is call[0]), examples[0])
-    if largest:
-        own = max([own, *examples], key=lambda example: example.elements)
-    return Sample(own.call, own.inputs, 0.0 if own.truth is None else own.truth.seconds)
+    return max([own, *examples], key=lambda example: example.elements) if largest else own
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,7 @@ class Built:
     error: float = 0.0  # end to end, if there is a tolerance
     errors: Mapping[str, float] = field(default_factory=dict)  # of its segments, by first node
 
-    def call(self, sample: Sample) -> Callable[[], object]:
+    def call(self, sample: Example) -> Callable[[], object]:
         """The call that is measured: of the graph, so that nothing is written back, or of the model."""
         module = self.module
         if self.candidate.engines:
@@ -138,8 +127,7 @@ class Workshop:
 
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, if no program fails."""
-        builder = self._builder(candidate)
-        return builder.plan(self._table(candidate)).plan
+        return self._builder(candidate).plan(self._table(candidate))
 
     def fingerprint(self, candidate: Candidate) -> str:
         """A digest that is equal for candidates with the same programs."""
@@ -161,12 +149,12 @@ class Workshop:
             module = self.eager()
             return Built(candidate, module, shape_of(module.plan), time.perf_counter() - start)
         builder = self._builder(candidate, deadline, timed)
-        plan, pieces, programs = builder.run(self._table(candidate))
-        module = self.finish(plan, pieces, programs, builder)
+        assembly = builder.run(self._table(candidate))
+        module = self.finish(assembly, builder)
         error = 0.0 if builder.settings.tolerance is None else self.error(module)
         took = time.perf_counter() - start
         first_s, is_traded, errors = builder.first_s, builder.is_traded, dict(builder.errors)
-        return Built(candidate, module, shape_of(plan), took, first_s, is_traded, error, errors)
+        return Built(candidate, module, shape_of(assembly.plan), took, first_s, is_traded, error, errors)
 
     def _builder(
         self, candidate: Candidate, deadline: float | None = None, timed: Timed | None = None

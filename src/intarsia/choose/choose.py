@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from intarsia.build.judge import Example
 from intarsia.cache.machine import digest
 from intarsia.choose.blocks import blocks_at
 from intarsia.choose.candidate import (
     Candidate,
-    Sample,
     Workshop,
     line_ups,
     with_other_options,
@@ -33,7 +33,7 @@ def choose(
     measured: Measured,
     workshop: Workshop,
     engines: Sequence[Engine],
-    sample: Sample,
+    sample: Example,
     context: str = "",
     tolerance: float | None = None,
 ) -> Compiled:
@@ -45,8 +45,8 @@ def choose(
     memory = Memory()
     sizes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in sample.inputs]
     pattern = workshop.builder
-    asked = f"{pattern.settings.options} {measured.objective} {len(pattern.examples)} {tolerance}"
-    context = f"{asked} {sizes} {context}"
+    settings = f"{pattern.settings.options} {measured.objective} {len(pattern.examples)} {tolerance}"
+    context = f"{settings} {sizes} {context}"
     if tolerance is not None:
         context = f"{context} {_values(workshop)}"  # errors depend on weights and examples
     key = _key(measured, workshop, engines, context)
@@ -99,9 +99,9 @@ def _candidate(
 
 
 def _key(measured: Measured, workshop: Workshop, engines: Sequence[Engine], context: str) -> str:
-    tried = [*engines, *(measured.candidates or ())]
-    asked = "usual" if measured.candidates is None else "given"
-    return key_of(contents(workshop.builder.module), tried, context, asked)
+    candidates = [*engines, *(measured.candidates or ())]
+    options = "usual" if measured.candidates is None else "given"
+    return key_of(contents(workshop.builder.module), candidates, context, options)
 
 
 def _values(workshop: Workshop) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def _lines(module: fx.GraphModule, graph: fx.Graph) -> list[str]:
     for node in graph.nodes:
         number[node] = len(number)
         if node.op == "get_attr":
-            lines.append(f"constant {_constant(_attribute(module, str(node.target)), symbols)}")
+            lines.append(f"constant {_constant(attrgetter(str(node.target))(module), symbols)}")
             continue
         target = "" if node.op in ("placeholder", "output") else str(node.target)
         arguments = argument_text(
@@ -110,13 +111,6 @@ def _constant(value: Any, symbols: dict[str, str]) -> str:
     text = _value(value, symbols)
     plain = value.layout is torch.strided and not value.is_floating_point() and not value.is_complex()
     return f"{text} {value.tolist()}" if plain and 0 < value.numel() <= _SMALL else text
-
-
-def _attribute(module: fx.GraphModule, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 _MOST = 2000  # searches, and costs; the oldest are removed

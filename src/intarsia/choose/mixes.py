@@ -104,13 +104,13 @@ class Costing:
         to stop.
         """
         known: dict[str, dict[str, float]] = {}
-        fed = blocks.values(inputs)
+        block_inputs = blocks.values(inputs)
         for number, (piece, digest) in enumerate(zip(blocks.pieces, blocks.digests, strict=True)):
             if digest in known:
                 continue
             if enough(f"block {number} of {len(blocks)}"):
                 return None
-            known[digest] = self._block(piece.module, digest, fed[number])
+            known[digest] = self._block(piece.module, digest, block_inputs[number])
         return tuple(replace(block, seconds=dict(known[block.contents])) for block in blocks.untimed())
 
     def entering(self) -> dict[str, float]:
@@ -154,10 +154,10 @@ class Costing:
         """A block on one engine, with PyTorch for nodes that it refuses; None if it takes no node."""
         engines = [engine] if engine.name == PYTORCH else [engine, PyTorch()]
         builder = self.workshop.builder.of_block(module, engines, inputs, options=options, tolerance=None)
-        plan, pieces, programs = builder.run(support_table(module, engines))
-        if engine.name not in plan.engines:
+        built = builder.run(support_table(module, engines))
+        if engine.name not in built.plan.engines:
             return None
-        inlay = Inlay(module.graph, pieces, programs)
+        inlay = Inlay(module.graph, built)
         return lambda: inlay.results(inputs)
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from intarsia.build.builder import Timed
+from intarsia.build.judge import Example
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks, is_repetitive
 from intarsia.choose.candidate import (
     Built,
     Candidate,
-    Sample,
     Workshop,
     line_ups,
     with_other_options,
@@ -22,8 +22,7 @@ from intarsia.choose.findings import BlockCost, Findings
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
 from intarsia.choose.mixes import Costing, block_error, mix, promising_mixes, shortened, with_exact_blocks
-from intarsia.choose.race import Progress, least_s, nearest, no_room
-from intarsia.choose.standings import FAR, Standings
+from intarsia.choose.race import FAR, Progress, Standings, least_s, nearest, no_room
 from intarsia.engines import Engine
 from intarsia.engines.building import OutOfTime
 from intarsia.errors import IntarsiaError, first_line
@@ -46,7 +45,7 @@ class Search:
     measured: Measured
     workshop: Workshop
     engines: Sequence[Engine]  # PyTorch last
-    sample: Sample
+    sample: Example
     memory: Memory
     progress: Progress
     context: str = ""  # everything that programs depend on besides graph, engines and options
@@ -180,7 +179,7 @@ class Search:
         exact = next((e for e in self.plans.built[lead].candidate.engines if e.is_exact), self.engines[-1])
         if blocks is None:
             return []
-        fed = blocks.values(self.sample.inputs)
+        block_inputs = blocks.values(self.sample.inputs)
         errors: list[float] = []
         for number in range(len(blocks)):
             if self._enough(f"the error of block {number} of {len(blocks)} on {short.name}"):
@@ -188,7 +187,7 @@ class Search:
                     f"{short.name}, some blocks exact: errors of blocks do not fit {self._budget}"
                 )
                 return []
-            errors.append(block_error(self.workshop, blocks, number, short, fed[number]))
+            errors.append(block_error(self.workshop, blocks, number, short, block_inputs[number]))
         self.blocks = self.blocks or tuple(blocks.untimed())
         count = 1
         while count < len(blocks):

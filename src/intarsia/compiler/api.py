@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from intarsia.partition.options import PartitionChoices
     from intarsia.rewrite import Patterns
     from intarsia.runtime.compiled import Compiled
-    from intarsia.runtime.partly import PartlyCompiled
+    from intarsia.runtime.forwards import PartlyCompiled
 
 
 def compile(

@@ -10,13 +10,13 @@ from typing import Literal
 from torch import nn
 
 from intarsia.build.builder import Builder, BuildSettings
-from intarsia.build.faithful import LoweredModel
+from intarsia.build.judge import LoweredModel
 from intarsia.build.trial import Cases, rewriter
-from intarsia.engines import Engine, Program
+from intarsia.engines import Engine
 from intarsia.graph.nodes import uses_gpu
 from intarsia.lower.size_examples import between
 from intarsia.options import CompileOptions
-from intarsia.partition import Piece, Plan, Strategy
+from intarsia.partition import Strategy
 from intarsia.partition.support import refused_table
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
@@ -49,16 +49,8 @@ class Assembler:
         cases = Cases(module, [example.case for example in graph.examples])
         return Builder(module, engines, settings, examples, cases, list(notes))
 
-    def inlay(
-        self,
-        graph: LoweredModel,
-        plan: Plan,
-        pieces: Sequence[Piece],
-        programs: Sequence[Program],
-        builder: Builder,
-    ) -> Compiled:
+    def inlay(self, graph: LoweredModel, assembly: Assembly, builder: Builder) -> Compiled:
         """A compiled module of these programs. On a GPU, it is one CUDA graph if it can be recorded."""
-        assembly = Assembly(plan, pieces, programs, builder.body_plans)
         compiled = self._compiled(graph, assembly, builder.notes)
         setting, module = self.options.cuda_graphs, graph.lowered.module
         if uses_gpu(module.graph) and graph.examples and setting is not False:
@@ -68,7 +60,7 @@ class Assembler:
             use_cuda_graphs(
                 compiled,
                 module.graph,
-                capturable=all(e.capturable for e in builder.engines if e.name in plan.engines),
+                capturable=all(e.capturable for e in builder.engines if e.name in assembly.plan.engines),
                 results="static" if setting == "static" else "fresh",
                 examples=[*inputs, *between(graph.lowered, inputs[0], _SIZES_RECORDED)],
             )
@@ -84,7 +76,7 @@ class Assembler:
         """A compiled module that runs the whole model in PyTorch; its plan gives `reason`."""
         builder = self.builder(replace(graph, examples=[]), engines)
         table = refused_table(graph.lowered.module, [engine.name for engine in engines], reason)
-        assembly = Assembly(*builder.build(builder.plan(table)))
+        assembly = replace(builder.run(table), body_plans={})  # the model runs, and not the bodies
         return self._compiled(graph, assembly, builder.notes, eager)
 
     def _compiled(

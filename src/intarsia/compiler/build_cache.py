@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.archive.reader import open_bundle
 from intarsia.archive.writer import MODEL, BundleWriter
-from intarsia.build.faithful import Example
+from intarsia.build.judge import Example
 from intarsia.cache.machine import digest, machine_key, package_version, processor_features
 from intarsia.cache.store import Shelf, cache_directory
 from intarsia.capture.annotate import wanted_engine
@@ -39,7 +40,6 @@ from intarsia.lower import Lowered
 from intarsia.plain_tensors import plain_state
 from intarsia.rewrite import RewritePatternManager
 from intarsia.runtime.compiled import Compiled, Source
-from intarsia.runtime.inlay import Assembly
 from intarsia.runtime.weights import tensor_digest
 
 _FORMAT, _VERSION = "intarsia-build", 1
@@ -90,19 +90,18 @@ class CacheEntry:
         try:
             with warnings.catch_warnings(), open_bundle(path, _FORMAT, _VERSION) as bundle:
                 warnings.simplefilter("error")  # a module that warns while it is read is built again
-                pieces = bundle.pieces(MODEL, lowered, plain_state(model.state_dict()))
+                assembly, notes = bundle.assembly(MODEL, lowered, plain_state(model.state_dict()))
                 findings = bundle.manifest["findings"]
                 if bundle.manifest["key"] != self.key:
                     raise ArchiveError("it is another compile's")
         except Exception:  # damaged, or removed by another process meanwhile: it is built again
             shelf.throw_out(self.key)
             return None
-        assembly = Assembly(pieces.plan, pieces.pieces, pieces.programs, pieces.body_plans)
         source = Source(model, inspect.signature(model.forward))
-        compiled = Compiled(lowered, assembly, source, [*pieces.notes, REUSED])
+        compiled = Compiled(lowered, assembly, source, [*notes, REUSED])
         if findings is not None:
             remembered = replace(Findings.from_dict(findings), remembered=True)
-            compiled.plan = measured_plan(pieces.plan, remembered)
+            compiled.plan = measured_plan(assembly.plan, remembered)
         return compiled
 
     def store(self, compiled: Compiled, compile_s: float) -> None:
@@ -186,7 +185,7 @@ def _graph(module: fx.GraphModule) -> Iterator[str]:
         yield repr((node.op, node.name, str(node.target), _argument(node.args), _argument(node.kwargs)))
         yield repr((value, where))
         if node.op == "get_attr":
-            attribute: Any = functools.reduce(getattr, str(node.target).split("."), module)
+            attribute = attrgetter(str(node.target))(module)
             if isinstance(attribute, torch.Tensor):
                 held.append((str(node.target), attribute))
             elif isinstance(attribute, fx.GraphModule):

@@ -49,7 +49,7 @@ from intarsia.errors import (
 from intarsia.logs import torch_logs_kept
 from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.partly import PartlyCompiled
+from intarsia.runtime.forwards import PartlyCompiled
 
 # torch.export traces with process-wide state: one model at a time. Compiled modules run while others compile.
 COMPILING = threading.RLock()

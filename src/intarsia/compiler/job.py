@@ -29,8 +29,10 @@ from torch.export import ExportedProgram
 
 from intarsia import archive as archive  # compiled modules are pickled through it
 from intarsia.build.details import plan_details
-from intarsia.build.faithful import (
+from intarsia.build.judge import (
+    Answer,
     Example,
+    Judge,
     LoweredModel,
     error_of,
     examples_of,
@@ -40,7 +42,6 @@ from intarsia.build.faithful import (
     suspects,
     whole_fault,
 )
-from intarsia.build.judge import Answer, Judge
 from intarsia.build.trial import elements_of
 from intarsia.capture.example import Call, device_kind, refuse_autocast
 from intarsia.capture.export import capture
@@ -63,9 +64,9 @@ from intarsia.lower.lowered import example_inputs
 from intarsia.lower.model import lower_model
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Plan, SupportTable
-from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table
+from intarsia.partition.table import unmatched_chains
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.weights import release_memory
 
@@ -289,7 +290,7 @@ class CompileJob:
     def build(self, graph: LoweredModel, support: Support) -> Compiled:
         """Plan by the strategy and build every segment. If a build fails, its nodes go to the next engine."""
         builder = self._assembler.builder(graph, support.engines, support.notes)
-        return self._assembler.inlay(graph, *builder.build(builder.plan(support.table)), builder)
+        return self._assembler.inlay(graph, builder.run(support.table), builder)
 
     @stage("choosing by measurement")
     def choose(self, graph: LoweredModel, support: Support, measured: Measured) -> Compiled:

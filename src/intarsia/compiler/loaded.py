@@ -14,8 +14,7 @@ from torch import fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from intarsia.build.faithful import Example
-from intarsia.build.judge import Answer, Judge
+from intarsia.build.judge import Answer, Example, Judge
 from intarsia.capture.example import Call
 from intarsia.capture.export import capture
 from intarsia.capture.protect import kept_random_state

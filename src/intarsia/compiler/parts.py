@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,16 +18,17 @@ from intarsia.capture.protect import kept_random_state, shared_copy, undisturbed
 from intarsia.capture.run_effects import attributes_of, changing_modules
 from intarsia.capture.watch import Ended, watch_calls
 from intarsia.compare import disagreement
-from intarsia.errors import CaptureError, IntarsiaError, PartitionError, first_line, near_names
+from intarsia.errors import CaptureError, IntarsiaError, PartitionError, first_line
 from intarsia.partition.names import (
     DispatchedOps,
     check_engine_names,
     check_op_names,
-    module_matcher,
+    module_test,
+    unknown_module,
 )
 from intarsia.partition.options import ModuleName, PartitionOptions
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.partly import PartlyCompiled, assembled
+from intarsia.runtime.forwards import PartlyCompiled, assembled
 
 P = TypeVar("P")
 # Compiles or explains the submodule at a path for a call with dynamic shapes; the result has a `plan`.
@@ -257,20 +257,14 @@ def _tensors(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
 def names_within(model: nn.Module, path: str, names: Iterable[ModuleName]) -> tuple[ModuleName, ...]:
     """The names of modules, translated to names inside the part at `path`; \"\" means the whole part."""
     around = [".".join(path.split(".")[:depth]) for depth in range(len(path.split(".")) + 1)]
-    inside = [inner for inner, _ in model.get_submodule(path).named_modules() if inner]
+    inside = [(inner, type(part)) for inner, part in model.get_submodule(path).named_modules() if inner]
     inner_names: list[ModuleName] = []
     for name in names:
-        matches = _module_test(name, model)
-        if any(map(matches, around)):
+        means = module_test(name)
+        if any(means(outer, type(model.get_submodule(outer))) for outer in around):
             inner_names.append("")
-        inner_names += [inner for inner in inside if matches(f"{path}.{inner}")]
+        inner_names += [inner for inner, kind in inside if means(f"{path}.{inner}", kind)]
     return tuple(dict.fromkeys(inner_names))
-
-
-def _module_test(name: ModuleName, model: nn.Module) -> Callable[[str], bool]:
-    if isinstance(name, str):
-        return lambda path: path == name or fnmatchcase(path, name)
-    return lambda path: type(model.get_submodule(path)) is name
 
 
 def check_names_of_parts(
@@ -282,15 +276,12 @@ def check_names_of_parts(
 ) -> None:
     """Raise `PartitionError` for a name of no module of the model, or of no operator that it runs."""
     check_engine_names(options, engines)
-    paths = [path for path, _ in model.named_modules()]
+    kinds = {path: type(module) for path, module in model.named_modules()}
     for name in options.torch_executed_modules:
-        module_matcher(name)  # raises for what is no name
-        if not any(map(_module_test(name, model), paths)):
-            kinds = [type(module).__name__ for module in model.modules()]
-            wanted, known = (name, paths) if isinstance(name, str) else (name.__name__, kinds)
-            raise PartitionError(
-                f"torch_executed_modules names {wanted!r}, which no module is{near_names(wanted, known)}"
-            )
+        means = module_test(name)
+        if not any(means(path, kind) for path, kind in kinds.items()):
+            names = [kind.__name__ for kind in kinds.values()]
+            raise PartitionError(unknown_module(name, kinds, names, "which no module is"))
     check_op_names(graphs, options, lambda: _operators_run(model, call))
 
 

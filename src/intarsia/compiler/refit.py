@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from intarsia.build.faithful import Example, LoweredModel, judged_example
-from intarsia.build.judge import Judge
+from intarsia.build.judge import Example, Judge, LoweredModel, judged_example
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
 from intarsia.convert import registry

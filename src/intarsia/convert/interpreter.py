@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import onnx_ir as ir
@@ -101,10 +102,7 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
     """The value of a get_attr node: a frozen tensor, or a graph for control flow."""
-    value: Any = module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(str(node.target))(module)
 
 
 def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

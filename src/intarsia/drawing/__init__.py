@@ -193,9 +193,9 @@ class Pictured(ABC):
     def drawing(self) -> Drawing:
         """The content of the pictures, as plain data."""
 
-    @abstractmethod
     def to_html(self) -> str:
-        """One self-contained HTML page."""
+        """One self-contained HTML page: the graph, its layers, every fallback, and advice."""
+        return page(self.drawing())
 
     def to_svg(self) -> str:
         """The segments as SVG, in the order they run."""

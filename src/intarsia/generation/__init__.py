@@ -2,5 +2,5 @@
 
 from intarsia.generation.archive import load as load
 from intarsia.generation.archive import save as save
+from intarsia.generation.compile import Generation as Generation
 from intarsia.generation.compile import compile_generation as compile_generation
-from intarsia.generation.generation import Generation as Generation

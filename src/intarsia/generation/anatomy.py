@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from intarsia.errors import InputError
-from intarsia.generation.attention import ALIGNED
+from intarsia.generation.attention import ALIGNED, attention_mask
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of kinds of masks
 
@@ -71,6 +71,31 @@ class Anatomy:
     def named(self, argument: str) -> str:
         """The name of a decoder's argument in `forward`."""
         return argument if self.source is None else f"decoder_{argument}"
+
+    def call(
+        self,
+        ids: torch.Tensor,
+        cache: Cache,
+        mask: Any = None,
+        positions: torch.Tensor | None = None,
+        source: Sequence[torch.Tensor] = (),
+    ) -> dict[str, Any]:
+        """The keywords of a call of `forward`; `source` has an encoder's states and perhaps their mask."""
+        keywords = {self.named("input_ids"): ids, self.named("attention_mask"): mask}
+        if positions is not None and self.positioned:
+            keywords[self.named("position_ids")] = positions
+        if source:
+            keywords["encoder_outputs"] = (source[0],)
+        if len(source) > 1:
+            keywords["attention_mask"] = source[1]
+        return {**keywords, "past_key_values": cache, "use_cache": True, "return_dict": True}
+
+    def masks(self, seen: torch.Tensor, past: int, room: int | None) -> list[torch.Tensor]:
+        """The mask of each kind of layer; see `attention_mask`."""
+        return [
+            attention_mask(seen, past=past, room=room, window=window, dtype=self.mask_dtype)
+            for _, window in self.windows
+        ]
 
     def empty(self, rows: int, room: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of every layer, filled with zeros, for `room` tokens."""
@@ -261,20 +286,17 @@ def counts_tokens(model: nn.Module, own: Callable[..., Any], anatomy: Anatomy, *
     ids = (torch.arange(_TOKENS + 1, device=anatomy.device) % vocabulary)[None]
     seen = torch.ones_like(ids)
     seen[0, 0] = not masked
-    arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
+    source: list[torch.Tensor] = []
     if anatomy.source is not None:
         shape = (1, anatomy.source.states, anatomy.source.hidden)
-        arguments["encoder_outputs"] = (torch.zeros(shape, dtype=anatomy.dtype, device=anatomy.device),)
+        source = [torch.zeros(shape, dtype=anatomy.dtype, device=anatomy.device)]
     places = torch.arange(_TOKENS + 1, device=anatomy.device)[None]
     for start, end in ((0, _TOKENS), (_TOKENS, _TOKENS + 1)):
-        call = {**arguments, anatomy.named("input_ids"): ids[:, start:end]}
-        if masked:
-            call[anatomy.named("attention_mask")] = seen[:, :end]
-        positions = {anatomy.named("position_ids"): places[:, start:end]}
+        new, mask = ids[:, start:end], seen[:, :end] if masked else None
         with torch.no_grad():
             counted, free = (
-                own(**call, **more, past_key_values=cache).logits[:, -1]
-                for more, cache in zip((positions, {}), caches, strict=True)
+                own(**anatomy.call(new, cache, mask, positions, source)).logits[:, -1]
+                for positions, cache in zip((places[:, start:end], None), caches, strict=True)
             )
         if not torch.equal(counted, free):
             return False

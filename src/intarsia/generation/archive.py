@@ -17,18 +17,15 @@ from intarsia.engines.building import sharing_weights
 from intarsia.errors import ArchiveError, InputError
 from intarsia.generation.anatomy import Anatomy, anatomy_of
 from intarsia.generation.check import checked, worst
-from intarsia.generation.encoder import EncoderForward
-from intarsia.generation.forward import GeneratingForward, Programs
-from intarsia.generation.generation import Generation
+from intarsia.generation.compile import Generation
+from intarsia.generation.forward import EncoderForward, GeneratingForward, Programs
 from intarsia.generation.loop import place
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.partly import PartlyCompiled
+from intarsia.runtime.forwards import CompiledModel
 from intarsia.runtime.weights import release_memory
 
 _FORMAT, _VERSION = "intarsia-generation", 2
 _KINDS = ("prompt", "masked_prompt", "token", "continued")
-
-Program = Compiled | PartlyCompiled
 
 
 def save(generation: Generation, path: str | os.PathLike[str]) -> None:
@@ -72,7 +69,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> Generation:
         notes = tuple(map(str, manifest["notes"]))
     generation = Generation(model, forward, error, forward.tolerance, (*shared.notes, *notes))
     release_memory(model)  # as after `compile_generation`
-    place(generation)
+    place(generation.forward)
     return generation
 
 
@@ -81,7 +78,7 @@ def forward_to_json(forward: GeneratingForward, bundle: BundleWriter) -> dict[st
     if not forward.by_rows:
         raise ArchiveError(f"{forward.path} was restored; there is nothing to save")
 
-    def add(kind: str, program: Program | None) -> str | None:
+    def add(kind: str, program: CompiledModel | None) -> str | None:
         if program is None:
             return None
         if not isinstance(program, Compiled):

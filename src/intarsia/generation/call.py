@@ -27,7 +27,7 @@ class Call:
     positions: torch.Tensor | None
     cache: Cache
     returns_dict: bool
-    kept: int  # the number of last tokens whose logits are wanted; 0: all
+    logit_count: int  # of the last tokens; 0 for all
     encoded: tuple[Any, ...] = ()  # an encoder's states, and its hidden states and attentions or None
     source_mask: torch.Tensor | None = None
 

@@ -78,19 +78,12 @@ def _errors(
     middle = start - 2 if forward.by_rows[len(ids)].continued is not None else start
     ends = [0, *sorted({middle, start}), *range(start + 1, length + 1)]
     for begin, end in itertools.pairwise(ends):
-        arguments = {
-            **keywords,
-            anatomy.named("input_ids"): ids[:, begin:end],
-            anatomy.named("attention_mask"): mask[:, :end],
-        }
-        if anatomy.positioned:
-            arguments[anatomy.named("position_ids")] = positions[:, begin:end]
+        new, seen, places = ids[:, begin:end], mask[:, :end], positions[:, begin:end]
         with torch.no_grad():
-            answers = [
-                call(**arguments, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
+            answer, truth = (
+                call(**anatomy.call(new, cache, seen, places), **keywords).logits[:, -1]
                 for call, cache in zip(forwards, caches, strict=True)
-            ]
-        answer, truth = answers
+            )
         yield end, relative_error(answer, truth, rows=len(ids))
 
 

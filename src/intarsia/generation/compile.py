@@ -7,10 +7,10 @@ together too large, some of them are compiled exactly.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,23 +18,73 @@ from torch import nn
 from intarsia.engines import short_engines
 from intarsia.engines.building import sharing_weights
 from intarsia.errors import InputError
-from intarsia.generation.anatomy import Anatomy, anatomy_of
+from intarsia.generation.anatomy import anatomy_of
 from intarsia.generation.check import LEAST, Checked, checked, worst
-from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.forward import GeneratingForward, Programs
-from intarsia.generation.generation import Generation
 from intarsia.generation.loop import place
-from intarsia.generation.programs import (
-    compiled_continuation,
-    compiled_encoder,
-    compiled_prompts,
-    compiled_token,
-)
+from intarsia.generation.programs import GenerationJob
 from intarsia.options import CompileOptions
-from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.partly import PartlyCompiled
-from intarsia.runtime.placed import PlacedForward
+from intarsia.runtime.forwards import CompiledModel, PlacedForward
 from intarsia.runtime.weights import release_memory
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Generation:
+    """A model whose `generate` runs compiled programs; `restore()`, or the end of a `with` block, undoes it.
+
+    `model` is your model with another `forward`. Its `generate(...)` is unchanged. `error` is the largest
+    error of the logits in the comparison after the compile, as a share of the largest logit.
+    """
+
+    model: nn.Module
+    forward: GeneratingForward
+    error: float = 0.0
+    tolerance: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`."""
+        return self.model.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def enable(self, on: bool = True) -> None:
+        """Use the compiled programs, or with `on=False` the model's own forward."""
+        self.forward.enable(on)
+
+    def restore(self) -> None:
+        """Restore the model's own forward and release the compiled programs."""
+        self.forward.take_out()
+        self.forward.by_rows, self.forward.encoder, self.forward.programs = {}, None, []
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.restore()
+
+    def __str__(self) -> str:
+        forward = self.forward
+        lines = [f"{forward.path} generates compiled, up to {forward.max_length} tokens"]
+        named: list[tuple[str, CompiledModel | None]] = []
+        masked = "padded prompt"
+        if forward.encoder is not None:
+            named = [("encoder", forward.encoder.plain), ("encoder, padded", forward.encoder.masked)]
+            masked = "prompt"
+        for rows, programs in forward.by_rows.items():
+            named += [
+                (f"batch {rows}, prompt", programs.prompt),
+                (f"batch {rows}, {masked}", programs.masked_prompt),
+                (f"batch {rows}, token", programs.token),
+                (f"batch {rows}, tokens after a cache", programs.continued),
+            ]
+        lines += [f"  {name}: on {', '.join(it.plan.engines)}" for name, it in named if it is not None]
+        if self.tolerance is not None:
+            error = f"error of logits {self.error:.2g} of the largest; tolerance={self.tolerance:g}"
+            lines.append(
+                f"  {error}; measured on the prompts of the compile; the error of other prompts may be larger"
+            )
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
 def compile_generation(
@@ -98,7 +148,7 @@ def compile_generation(
     release_memory(model)  # its own forward was compared with the programs, and has read all weights
     if not generation.forward.enabled:
         warnings.warn(generation.notes[-1], stacklevel=2)
-    place(generation)
+    place(generation.forward)
     return generation
 
 
@@ -118,26 +168,30 @@ def _disabled_programs(model: nn.Module) -> Iterator[None]:
 
 def _compiled(job: GenerationJob, options: CompileOptions) -> Generation:
     """The programs, in arithmetic as short as `options` and the comparison of all together allow."""
-    encoder, prompts, tokens = job.encoder(options), job.prompts(options), job.tokens(options)
-    continuations = job.continuations(options)
-    forward = job.forward(encoder, prompts, tokens, continuations)
-    tolerance, notes = options.accuracy.tolerance, []
-    result = job.check(forward, tolerance)
+    encoder, tolerance, notes = job.encoder(options), options.accuracy.tolerance, list[str]()
+    prompts, tokens = _for_rows(job, job.prompts, options), _for_rows(job, job.token, options)
+    continuations = _for_rows(job, job.continuation, options)
+
+    def whole() -> tuple[GeneratingForward, Checked]:
+        """The forward with the present programs, compared with the model's own."""
+        programs = {n: Programs(*prompts[n], tokens[n], continuations[n]) for n in job.rows}
+        forward = GeneratingForward(job.model, job.anatomy, programs, job.max_length, encoder)
+        return forward, worst(checked(forward, n, tolerance, job.examples_of(n)) for n in job.rows)
+
+    forward, result = whole()
     # Errors of keys and values add up in the cache, so programs that are accurate alone may not be together.
     read_first = [one for pair in prompts.values() for one in pair]
     read_first += [] if encoder is None else [encoder.plain, encoder.masked]
     read_first += continuations.values()
     if result.fault is not None and any(map(is_short, read_first)):
         notes.append(f"prompts are exact: in shorter arithmetic, the compiled model {result.fault}")
-        encoder, prompts = job.encoder(exact(options)), job.prompts(exact(options))
-        continuations = job.continuations(exact(options))
-        forward = job.forward(encoder, prompts, tokens, continuations)
-        result = job.check(forward, tolerance)
+        encoder, prompts = job.encoder(exact(options)), _for_rows(job, job.prompts, exact(options))
+        continuations = _for_rows(job, job.continuation, exact(options))
+        forward, result = whole()
     if result.fault is not None and any(map(is_short, tokens.values())):
         notes.append(f"tokens are exact: in shorter arithmetic, the compiled model {result.fault}")
-        tokens = job.tokens(exact(options))
-        forward = job.forward(encoder, prompts, tokens, continuations)
-        result = job.check(forward, tolerance)
+        tokens = _for_rows(job, job.token, exact(options))
+        forward, result = whole()
     elif tolerance is not None and not any(map(is_short, tokens.values())):
         notes.append(why_exact(tokens[job.rows[0]], tolerance))
     forward.tolerance = tolerance
@@ -148,86 +202,14 @@ def _compiled(job: GenerationJob, options: CompileOptions) -> Generation:
     return generation
 
 
+def _for_rows(
+    job: GenerationJob, compiled: Callable[[int, CompileOptions], T], options: CompileOptions
+) -> dict[int, T]:
+    return {rows: compiled(rows, options) for rows in job.rows}
+
+
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-Program = Compiled | PartlyCompiled
-
-
-@dataclass(frozen=True)
-class GenerationJob:
-    """One `compile_generation`: the model, the calls its programs are for, and examples of prompts."""
-
-    model: nn.Module
-    anatomy: Anatomy
-    rows: tuple[int, ...]
-    max_length: int
-    padding: bool | None
-    examples: Sequence[torch.Tensor]
-    continued: bool = False
-
-    def __post_init__(self) -> None:
-        if self.continued and self.anatomy.source is not None:
-            raise InputError(
-                f"continued=True is for decoders, and {type(self.model).__name__} has an encoder"
-            )
-        for one in self.examples:
-            if self.anatomy.source is not None:
-                raise InputError(
-                    f"examples are prompts of decoders, and {type(self.model).__name__} has an encoder"
-                )
-            if not isinstance(one, torch.Tensor) or one.ndim != 2 or one.dtype != torch.long:
-                is_tensor = isinstance(one, torch.Tensor)
-                what = f"{one.dtype} {tuple(one.shape)}" if is_tensor else repr(one)
-                raise InputError(f"an example is {what}; it must be token ids, rows by tokens, of torch.long")
-            if one.shape[0] not in self.rows or not LEAST <= one.shape[1] <= self.max_length:
-                rows = " or ".join(map(str, self.rows))
-                raise InputError(
-                    f"an example is {tuple(one.shape)}; it must have {rows} rows and {LEAST} to"
-                    f" {self.max_length} tokens"
-                )
-
-    def encoder(self, options: CompileOptions) -> EncoderForward | None:
-        return compiled_encoder(self.model, self.anatomy, self.rows, self.padding, options)
-
-    def prompts(self, options: CompileOptions) -> dict[int, tuple[Program | None, Program | None]]:
-        return {
-            n: compiled_prompts(
-                self.model, self.anatomy, n, self.max_length, self.padding, self._of(n), options
-            )
-            for n in self.rows
-        }
-
-    def tokens(self, options: CompileOptions) -> dict[int, Program]:
-        return {
-            n: compiled_token(self.model, self.anatomy, n, self.max_length, self._of(n), options)
-            for n in self.rows
-        }
-
-    def continuations(self, options: CompileOptions) -> dict[int, Program]:
-        return {
-            n: compiled_continuation(self.model, self.anatomy, n, self.max_length, self._of(n), options)
-            for n in self.rows
-            if self.continued
-        }
-
-    def forward(
-        self,
-        encoder: EncoderForward | None,
-        prompts: Mapping[int, tuple[Program | None, Program | None]],
-        tokens: Mapping[int, Program],
-        continuations: Mapping[int, Program],
-    ) -> GeneratingForward:
-        programs = {n: Programs(*prompts[n], tokens[n], continuations.get(n)) for n in self.rows}
-        return GeneratingForward(self.model, self.anatomy, programs, self.max_length, encoder)
-
-    def check(self, forward: GeneratingForward, tolerance: float | None) -> Checked:
-        """The worst comparison over all numbers of rows."""
-        return worst(checked(forward, n, tolerance, self._of(n)) for n in self.rows)
-
-    def _of(self, rows: int) -> list[torch.Tensor]:
-        return [one.to(self.anatomy.device) for one in self.examples if one.shape[0] == rows]
 
 
 def exact(options: CompileOptions) -> CompileOptions:
@@ -235,12 +217,12 @@ def exact(options: CompileOptions) -> CompileOptions:
     return options.changed(tolerance=None, precision=None)
 
 
-def is_short(program: Program | None) -> bool:
+def is_short(program: CompiledModel | None) -> bool:
     """Whether any segment of a program runs in shorter arithmetic than the model's."""
     return program is not None and any(name in short_engines() for name in program.plan.engines)
 
 
-def why_exact(token: Program, tolerance: float) -> str:
+def why_exact(token: CompiledModel, tolerance: float) -> str:
     """Why the program for a token is exact, by the notes of its search."""
     findings = getattr(token.plan, "findings", None)
     notes = [*([] if findings is None else findings.left_out), *token.notes]

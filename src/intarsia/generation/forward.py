@@ -1,8 +1,9 @@
-"""The forward of a decoder, with compiled programs for prompts and tokens.
+"""The forwards of a decoder and of an encoder, with compiled programs.
 
 `forward` is replaced and not `generate`, since sampling, beams, stopping and streaming change with each
 release of transformers, and all of them call `forward`. The model keeps its class, which pipelines of
-transformers check.
+transformers check. The keys and values of an encoder's states are computed by the decoder's program for
+prompts, since a model computes them in the decoder's layers.
 """
 
 from __future__ import annotations
@@ -17,15 +18,72 @@ from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
 from intarsia.errors import InputError
-from intarsia.generation.anatomy import Anatomy, counts_tokens
+from intarsia.generation.anatomy import Anatomy, Source, counts_tokens
+from intarsia.generation.attention import source_mask, token_mask
 from intarsia.generation.call import Call, arguments, parsed
-from intarsia.generation.encoder import EncoderForward
-from intarsia.generation.masks import attention_mask, source_mask, token_mask
 from intarsia.generation.storage import StoredLayer, append_to, stack_of, stored
-from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.partly import PartlyCompiled
-from intarsia.runtime.placed import PlacedForward
+from intarsia.runtime.forwards import CompiledModel, PlacedForward
 from intarsia.runtime.weights import release_memory
+
+
+class EncoderForward(PlacedForward):
+    """An encoder's `forward`: a program without and one with padding. Other calls use the encoder's own."""
+
+    asks_weights = True
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        anatomy: Anatomy,
+        source: Source,
+        plain: CompiledModel,
+        masked: CompiledModel | None,
+    ) -> None:
+        super().__init__(type(encoder).__name__, encoder)
+        self.anatomy: Anatomy = anatomy
+        self.source: Source = source
+        self.plain: CompiledModel = plain
+        self.masked: CompiledModel | None = masked
+        self.runs["encoder"] = 0
+
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        config: Any = self.module.config
+        named = arguments(inspect.signature(self), config, args, kwargs)
+        value, mask = named.pop(self.source.argument, None), named.pop("attention_mask", None)
+        returns_dict = named.pop("return_dict", getattr(config, "return_dict", True))
+        if strange := [name for name in named if name != "use_cache"]:
+            raise InputError(f"{strange[0]} is passed, which is not supported")
+        if not isinstance(value, torch.Tensor) or value.device != self.anatomy.device:
+            raise InputError(f"{self.source.argument} is missing or not on {self.anatomy.device}")
+        masks: list[torch.Tensor] = []
+        if mask is not None and not self.source.fixed:
+            if tuple(mask.shape) != tuple(value.shape):
+                raise InputError(
+                    f"its attention_mask is {tuple(mask.shape)}, and its {self.source.argument} are"
+                    f" {tuple(value.shape)}"
+                )
+            seen = mask != 0
+            if not bool(seen.any(-1).all()):
+                raise InputError("one of its rows is padding only")
+            if not bool(seen.all()):
+                masks = [source_mask(seen, room=None, dtype=self.anatomy.mask_dtype)]
+        program = self.masked if masks else self.plain
+        if program is None:
+            raise InputError("it has padding; compiled without padding (padding=True allows it)")
+        result = self.source.result(last_hidden_state=_states(program, [value.contiguous(), *masks]))
+        self.runs["encoder"] += 1
+        return result if returns_dict else result.to_tuple()
+
+
+def _states(program: CompiledModel, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """The result of a program. One row is passed twice if the program needs several."""
+    try:
+        states: torch.Tensor = program(*inputs)
+    except InputError:
+        if inputs[0].shape[0] != 1:
+            raise
+        states = program(*(torch.cat([tensor, tensor]) for tensor in inputs))[:1]
+    return states
 
 
 @dataclass(frozen=True)
@@ -35,10 +93,10 @@ class Programs:
     With an encoder, there is one program for prompts, which takes masks.
     """
 
-    prompt: Compiled | PartlyCompiled | None
-    masked_prompt: Compiled | PartlyCompiled | None
-    token: Compiled | PartlyCompiled
-    continued: Compiled | PartlyCompiled | None = None
+    prompt: CompiledModel | None
+    masked_prompt: CompiledModel | None
+    token: CompiledModel
+    continued: CompiledModel | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +139,7 @@ class GeneratingForward(PlacedForward):
         self.encoder: EncoderForward | None = encoder
         self.loop: Callable[..., Any] | None = None  # replaces `generate` if a CUDA graph can compute tokens
         self.tolerance: float | None = None  # with which its programs were compiled
-        self.programs: list[Compiled | PartlyCompiled] = [
+        self.programs: list[CompiledModel] = [
             program
             for each in programs.values()
             for program in (each.prompt, each.masked_prompt, each.token, each.continued)
@@ -125,7 +183,7 @@ class GeneratingForward(PlacedForward):
         past = int(call.cache.get_seq_length())
         if past + new > self.max_length:
             raise InputError(f"it reaches token {past + new}, and max_length is {self.max_length}")
-        wants_logits = self.anatomy.keeps and call.kept != 1
+        wants_logits = self.anatomy.keeps and call.logit_count != 1
         is_continued = new > 1 and self.anatomy.source is None and (past > 0 or wants_logits)
         if is_continued and programs.continued is None:
             where = f"after {past} in the cache" if past else "and logits of the whole prompt are requested"
@@ -228,10 +286,7 @@ class GeneratingForward(PlacedForward):
                 place = (rows, past, room)
                 return [token_mask(*place, window, self.anatomy.device) for _, window in self.anatomy.windows]
             seen = torch.ones(rows, past + new, dtype=torch.bool, device=self.anatomy.device)
-        return [
-            attention_mask(seen, past=past, room=room, window=window, dtype=self.anatomy.mask_dtype)
-            for _, window in self.anatomy.windows
-        ]
+        return self.anatomy.masks(seen, past, room)
 
     def _source(self, call: Call, memory: _Memory, is_prompt: bool) -> list[torch.Tensor]:
         """The encoder's inputs of a program: the states, for a prompt, and which of them are no padding."""
@@ -259,7 +314,7 @@ class GeneratingForward(PlacedForward):
         new, end = call.ids.shape[1], 2 * len(memory.tokens)
         if not self.anatomy.keeps or logits.shape[1] > 1:
             logits = logits[:, :new]
-            logits = logits[:, -call.kept :] if call.kept else logits
+            logits = logits[:, -call.logit_count :] if call.logit_count else logits
         if len(slices) == 1:  # a token, with layers of equal sizes
             append_to(memory.tokens, slices[0])
         else:

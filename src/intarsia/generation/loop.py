@@ -23,7 +23,6 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from intarsia.engines.triton_kernels.operators import has_triton
 from intarsia.generation.forward import GeneratingForward
-from intarsia.generation.generation import Generation
 from intarsia.generation.storage import append_to, stack_of
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import CudaGraphs, captured
@@ -319,11 +318,11 @@ def _stop_at(length: int) -> Any:
     return stopping_criteria.StoppingCriteriaList([stopping_criteria.MaxLengthCriteria(length)])
 
 
-def place(generation: Generation) -> None:
+def place(forward: GeneratingForward) -> None:
     """Put the compiled forward into its model and, if a CUDA graph can compute tokens, a `generate`."""
-    if can_loop(generation.forward):
-        generation.forward.loop = LoopedGenerate(generation.forward)
-    generation.forward.put()
+    if can_loop(forward):
+        forward.loop = LoopedGenerate(forward)
+    forward.put()
 
 
 def can_loop(forward: GeneratingForward) -> bool:

@@ -55,21 +55,24 @@ class _DecoderStep(nn.Module):
         keeps: bool = True,
     ) -> torch.Tensor:
         anatomy = self.anatomy
-        arguments: dict[str, Any] = {
-            anatomy.named("input_ids"): input_ids,
-            anatomy.named("attention_mask"): _by_kind(anatomy.kinds, masks),
-        }
-        if anatomy.positioned:
-            arguments[anatomy.named("position_ids")] = position_ids
+        call = anatomy.call(input_ids, cache, _by_kind(anatomy.kinds, masks), position_ids, source)
         if anatomy.keeps and keeps:
-            arguments["logits_to_keep"] = 1
-        if source:
-            arguments["encoder_outputs"] = (source[0],)
-        if len(source) > 1:
-            arguments["attention_mask"] = source[1]
-        result = self.model(**arguments, past_key_values=cache, use_cache=True, return_dict=True)
-        logits: torch.Tensor = result.logits
+            call["logits_to_keep"] = 1
+        logits: torch.Tensor = self.model(**call).logits
         return logits
+
+    def layers(
+        self, memory: Sequence[torch.Tensor], position_ids: torch.Tensor, in_place: bool = False
+    ) -> list[_PastLayer]:
+        """The layers of a cache over its memory."""
+        start = None if self.anatomy.positioned else position_ids[0, 0]
+        pairs = zip(memory[::2], memory[1::2], strict=True)
+        return [_PastLayer(keys, values, start, in_place) for keys, values in pairs]
+
+    def with_slices(self, logits: torch.Tensor, layers: Sequence[_PastLayer]) -> Any:
+        """The result of a step: logits, and the new keys and values of each layer."""
+        slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
+        return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
 
 
 class PromptStep(_DecoderStep):
@@ -120,17 +123,14 @@ class TokenStep(_DecoderStep):
         if self.anatomy.stacked:
             others = (*others[0].unbind(), *others[1:])
         end = 2 * len(self.anatomy.heads)
-        pairs = zip(others[:end:2], others[1:end:2], strict=True)
-        start = None if self.anatomy.positioned else position_ids[0, 0]
-        layers = [_PastLayer(keys, values, start, self.in_place) for keys, values in pairs]
+        layers = self.layers(others[:end], position_ids, self.in_place)
         cache = Cache(layers=layers)
         if source is not None:
             crossed = zip(others[end::2], others[end + 1 :: 2], strict=True)
             cache = EncoderDecoderCache(cache, Cache(layers=[_filled(*pair) for pair in crossed]))
         with attending(self.model, TOKEN) if self.in_place else nullcontext():
             logits = self.logits(input_ids, position_ids, masks, cache, encoded)
-        slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
-        return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
+        return self.with_slices(logits, layers)
 
 
 class ContinuedStep(_DecoderStep):
@@ -146,13 +146,10 @@ class ContinuedStep(_DecoderStep):
         memory = rest[2 * count :]
         if self.anatomy.stacked:
             memory = memory[0].unbind()
-        pairs = zip(memory[::2], memory[1::2], strict=True)
-        start = None if self.anatomy.positioned else position_ids[0, 0]
-        layers = [_PastLayer(keys, values, start, in_place=False) for keys, values in pairs]
+        layers = self.layers(memory, position_ids)
         with _prompts(self.model, self.anatomy):
             logits = self.logits(input_ids, position_ids, masks, Cache(layers=layers), keeps=False)
-        slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
-        return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
+        return self.with_slices(logits, layers)
 
 
 class _PastLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
 from math import prod
+from operator import attrgetter
 
 import torch
 from torch import fx
@@ -79,7 +79,7 @@ def _constant(node: fx.Node) -> object:
     if "val" in node.meta:
         return node.meta["val"]
     owner = node.graph.owning_module
-    return reduce(getattr, str(node.target).split("."), owner) if owner is not None else None
+    return None if owner is None else attrgetter(str(node.target))(owner)
 
 
 def split_by_weight(units: Iterable[Sequence[fx.Node]], budget: int) -> list[list[Sequence[fx.Node]]]:

@@ -16,7 +16,7 @@ from intarsia.graph.nodes import compute_nodes, made_from, modules, op_name
 from intarsia.graph.sizes import size_hint
 from intarsia.lower.lowered import replaced_by
 from intarsia.lower.purity import is_view_op
-from intarsia.partition.options import PartitionOptions
+from intarsia.partition.options import ModuleName, PartitionOptions
 
 _EXAMPLE = "write e.g. 'relu', 'aten::add', 'aten::add.Tensor' or torch.ops.aten.add"
 # The name an operator lowers to, by its target and the kinds of its arguments.
@@ -122,22 +122,29 @@ def _dispatched(node: fx.Node) -> list[torch._ops.OpOverload]:
     return record.ops
 
 
-def module_matcher(name: type | str) -> Callable[[fx.Node], str | None]:
+def module_test(name: ModuleName) -> Callable[[str, Any], bool]:
+    """A test for the path and the class (or the full name of the class) of a module that `name` means."""
+    if isinstance(name, str):
+        return lambda path, _: path == name or fnmatchcase(path, name)
+    if isinstance(name, type):
+        return lambda _, kind: kind is name or kind == f"{name.__module__}.{name.__qualname__}"
+    raise PartitionError(f"torch_executed_modules holds {name!r}; name a class, a path or a glob")
+
+
+def module_matcher(name: ModuleName) -> Callable[[fx.Node], str | None]:
     """A function that returns the path of the module by which `name` means a node, or None."""
-    if not isinstance(name, (str, type)):
-        raise PartitionError(f"torch_executed_modules holds {name!r}; name a class, a path or a glob")
+    means = module_test(name)
 
     def find(node: fx.Node) -> str | None:
-        for path, kind in modules(node):
-            if isinstance(name, str):
-                hit = path == name or fnmatchcase(path, name)
-            else:
-                hit = kind is name or kind == f"{name.__module__}.{name.__qualname__}"
-            if hit:
-                return path or "the whole model"
-        return None
+        return next((path or "the whole model" for path, kind in modules(node) if means(path, kind)), None)
 
     return find
+
+
+def unknown_module(name: ModuleName, paths: Iterable[str], kinds: Iterable[str], why: str) -> str:
+    """The message for a name that means no module, with near names."""
+    plain, known = (name, paths) if isinstance(name, str) else (name.__name__, kinds)
+    return f"torch_executed_modules names {plain!r}, {why}{near_names(plain, known)}"
 
 
 def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable[str]) -> None:
@@ -150,9 +157,7 @@ def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable
         if not any(map(find, nodes)):
             known = {path for node in nodes for path, _ in modules(node)}
             kinds = {str(getattr(kind, "__name__", kind)) for node in nodes for _, kind in modules(node)}
-            wanted, near = (module, known) if isinstance(module, str) else (module.__name__, kinds)
-            hint = near_names(wanted, near)
-            message = f"torch_executed_modules names {wanted!r}, in which no node was traced{hint}"
+            message = unknown_module(module, known, kinds, "in which no node was traced")
             raise UnknownNameError(message, "torch_executed_modules", module)
 
 
@@ -175,15 +180,15 @@ def check_op_names(
     missing = [
         (option, name) for option, name in _ops_named(options) if not any(map(op_matcher(name), nodes))
     ]
-    besides = set(others()) if missing else set()
+    other_names = set(others()) if missing else set()
     for option, name in missing:
         if option == "backend_support_map" and is_operator(name):
             continue  # the map says what an engine may take of any model
         plain = name if isinstance(name, str) else str(getattr(name, "__name__", name))
         if isinstance(name, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             plain = str(name)
-        if not any(map(name_matcher(plain), besides)):
-            full_names = [*besides, *(full for node in nodes for full in op_names(node))]
+        if not any(map(name_matcher(plain), other_names)):
+            full_names = [*other_names, *(full for node in nodes for full in op_names(node))]
             known = {part for full in full_names for part in _shorter(full)}
             hint = near_names(str(name).removeprefix("torch.ops."), known)
             message = f"{option} names {name!r}, which no node is{hint}"

@@ -73,7 +73,9 @@ class PartitionOptions:
                 what = "which takes every operator; torch_executed_ops keeps operators there"
                 raise PartitionError(f"{name} names 'pytorch', {what}")
         if self.backend_support_map is not None:
-            lists = {engine: _given_to(engine, names) for engine, names in self.backend_support_map.items()}
+            lists = {
+                engine: _ops_of_engine(engine, names) for engine, names in self.backend_support_map.items()
+            }
             object.__setattr__(self, "backend_support_map", lists)
         for engine, budget in self.memory_budget.items():
             if type(budget) is not int or budget < 1:
@@ -94,7 +96,7 @@ def _names(option: str, source: Any) -> tuple[Any, ...]:
     return tuple(source)
 
 
-def _given_to(engine: str, names: Any) -> tuple[OpName, ...]:
+def _ops_of_engine(engine: str, names: Any) -> tuple[OpName, ...]:
     if names == "all" or (isinstance(names, list | tuple) and [*names] == ["all"]):
         return ("*",)
     return _names(f"backend_support_map of {engine}", names)

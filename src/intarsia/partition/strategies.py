@@ -13,10 +13,9 @@ from intarsia.graph.nodes import is_control_flow, op_name, whereabouts
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import Segment, readers_of
 from intarsia.partition.blocks import split_by_weight, too_heavy, too_small
-from intarsia.partition.constrain import agree, constrain, find_groups
 from intarsia.partition.options import PartitionOptions
 from intarsia.partition.schedule import Problem, Runs, fewest, in_order, merge
-from intarsia.partition.table import PYTORCH, SupportTable
+from intarsia.partition.table import PYTORCH, SupportTable, agree, constrain, find_groups
 from intarsia.partition.units import Units, find_units
 
 Strategy: TypeAlias = Callable[[fx.GraphModule, SupportTable, PartitionOptions], Plan]

@@ -18,7 +18,7 @@ from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.protect import initialized, keeps_random_state
 from intarsia.compiler.parts import explain_parts, names_within
 from intarsia.convert import registry
-from intarsia.drawing import Drawing, Pictured, bytes_text, page
+from intarsia.drawing import Drawing, Pictured, bytes_text
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import CaptureError, LoweringError, first_line
 from intarsia.graph.border import borders
@@ -29,9 +29,9 @@ from intarsia.logs import working
 from intarsia.lower.model import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
 from intarsia.partition import PYTORCH, PartitionOptions, Strategy, SupportTable
-from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table
+from intarsia.partition.table import unmatched_chains
 from intarsia.rewrite import Patterns
 
 if TYPE_CHECKING:
@@ -235,10 +235,6 @@ class Explanation(Pictured):
         """The data of the pictures. Bodies of control flow are separate drawings."""
         inner = {name: body.drawing() for name, body in self.bodies.items()}
         return replace(self.plan.drawing(), notes=self.notes, bodies=inner)
-
-    def to_html(self) -> str:
-        """One self-contained HTML page: the graph, its layers, every fallback, and advice."""
-        return page(self.drawing())
 
     def __str__(self) -> str:
         lines = [str(self.plan), "borders:"]

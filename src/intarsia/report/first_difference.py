@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,7 @@ def first_difference(
     if compiled is not None and compiled.stands_for_model:
         lowered = compiled.lowered
     if lowered is None:
-        by_modules = _by_modules(judge, call, candidate)
-        return "the model has no graph" if by_modules is None else FirstDifference(*by_modules)
+        return _by_modules(judge, call, candidate) or "the model has no graph"
     try:
         inputs = example_inputs(lowered, *copied_call(call))
         values = values_of(lowered.module, inputs)
@@ -196,7 +195,7 @@ def _difference(
     reproduction: str | os.PathLike[str] | None,
     last_equal: str = "",
 ) -> FirstDifference:
-    path = None if reproduction is None else _written(part, [values[n] for n in part.inputs], reproduction)
+    path = _written(part, values, reproduction)
     where = module_path(node), source_line(node)
     return FirstDifference(node.name, op_name(node), *where, fault, last_equal, path)
 
@@ -316,10 +315,7 @@ def _is_distinctive(value: Any) -> bool:
     return not bool((value == value.flatten()[0]).all())
 
 
-ByModules = tuple[str, str, str, str, str]  # the first fields of `FirstDifference`
-
-
-def _by_modules(judge: Judge, call: Call, candidate: Candidate) -> ByModules | None:
+def _by_modules(judge: Judge, call: Call, candidate: Candidate) -> FirstDifference | None:
     """The first module whose output differs from that of the candidate's module of the same name."""
     if candidate.source is None:
         return None
@@ -329,25 +325,23 @@ def _by_modules(judge: Judge, call: Call, candidate: Candidate) -> ByModules | N
             continue
         fault = disagreement(pytree.tree_leaves(outputs[name]), pytree.tree_leaves(value))
         if name and fault is not None:
-            return name, type(judge.model.get_submodule(name)).__name__, name, "", fault
+            kind = type(judge.model.get_submodule(name)).__name__
+            return FirstDifference(name, kind, name, "", fault)
     return None
 
 
 def _in_module(
     module: fx.GraphModule,
-    by_modules: ByModules,
+    difference: FirstDifference,
     values: dict[fx.Node, Any],
     reproduction: str | os.PathLike[str] | None,
 ) -> FirstDifference:
     """A module that differs, with the source line of its first node, and its nodes as the reproduction."""
-    name, kind, path, _, fault = by_modules
-    nodes = [n for n in compute_nodes(module.graph) if f"{module_path(n)}.".startswith(f"{name}.")]
+    nodes = [n for n in compute_nodes(module.graph) if f"{module_path(n)}.".startswith(f"{difference.node}.")]
     if not nodes:
-        return FirstDifference(*by_modules)
-    part = part_of(module, PYTORCH, nodes)
-    inputs = [values[node] for node in part.inputs]
-    written = None if reproduction is None else _written(part, inputs, reproduction)
-    return FirstDifference(name, kind, path, source_line(nodes[0]), fault, reproduction=written)
+        return difference
+    path = _written(part_of(module, PYTORCH, nodes), values, reproduction)
+    return replace(difference, source=source_line(nodes[0]), reproduction=path)
 
 
 def _module_values(judge: Judge, model: nn.Module, call: Call) -> dict[str, Any]:
@@ -370,10 +364,13 @@ def _module_values(judge: Judge, model: nn.Module, call: Call) -> dict[str, Any]
     return values
 
 
-def _written(part: Piece, inputs: list[Any], path: str | os.PathLike[str]) -> str | None:
+def _written(part: Piece, values: dict[fx.Node, Any], path: str | os.PathLike[str] | None) -> str | None:
     """Write a piece and its inputs as a program of torch.export; None if torch cannot export it."""
+    if path is None:
+        return None
+    inputs = tuple(values[node] for node in part.inputs)
     try:
-        program = torch.export.export(part.module, tuple(inputs), strict=False)
+        program = torch.export.export(part.module, inputs, strict=False)
     except Exception:  # export does not always accept a program that it returned
         return None
     torch.export.save(program, Path(path))

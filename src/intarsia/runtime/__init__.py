@@ -1,4 +1,4 @@
 """Compiled modules and what happens at a call of one."""
 
 from intarsia.runtime.compiled import Compiled as Compiled
-from intarsia.runtime.partly import PartlyCompiled as PartlyCompiled
+from intarsia.runtime.forwards import PartlyCompiled as PartlyCompiled

@@ -92,9 +92,9 @@ class _Fit:
         model = source.model
         self.lowered, self.body_plans = lowered, dict(assembly.body_plans)
         self.plan = replace(assembly.plan, bodies=self.body_plans) if self.body_plans else assembly.plan
-        self.inlay: Inlay = Inlay(lowered.module.graph, assembly.pieces, assembly.programs)
+        self.inlay: Inlay = Inlay(lowered.module.graph, assembly)
         self.interface = CallInterface.of(lowered, source.signature, checks)
-        self.results = ResultPlan(lowered, assembly.pieces, assembly.programs)
+        self.results = ResultPlan(lowered, assembly)
         self.eager = None if source.eager is None else model
         self.stands = self.eager is None or source.eager == "chosen"
         constants = {} if lowered.program is None else lowered.program.constants

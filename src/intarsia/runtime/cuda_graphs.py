@@ -125,23 +125,23 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
     device: torch.device
     inputs: list[tuple[int, torch.Tensor]]  # the place of an input in a call, and the graph's copy of it
-    made: list[torch.Tensor]  # the results that the graph writes
-    results: list[tuple[int | None, int | None, Any]]  # place of an input, place in `made`, or plain value
+    written: list[torch.Tensor]  # the results that the graph writes
+    results: list[tuple[int | None, int | None, Any]]  # place of an input, place in `written`, or plain value
 
     @classmethod
     def of(cls, graph: torch.cuda.CUDAGraph, inputs: list[Any], results: list[Any]) -> _Recorded:
         read = [(place, x) for place, x in enumerate(inputs) if _is_tensor(x)]
         # An input that is returned is the caller's tensor, not the graph's copy.
         own = {id(x): place for place, x in enumerate(inputs)}
-        made = list({id(x): x for x in results if _is_tensor(x) and id(x) not in own}.values())
-        places = {id(x): place for place, x in enumerate(made)}
+        written = list({id(x): x for x in results if _is_tensor(x) and id(x) not in own}.values())
+        places = {id(x): place for place, x in enumerate(written)}
         returned = [(own.get(id(x)), places.get(id(x)), None if _is_tensor(x) else x) for x in results]
-        return cls(graph, read[0][1].device, read, made, returned)
+        return cls(graph, read[0][1].device, read, written, returned)
 
     @property
     def bytes(self) -> int:
         """The memory of the graph's inputs and results, which other graphs do not use."""
-        return sum(x.nbytes for x in (*self.made, *(x for _, x in self.inputs)))
+        return sum(x.nbytes for x in (*self.written, *(x for _, x in self.inputs)))
 
 
 class CudaGraphs:
@@ -297,10 +297,10 @@ class CudaGraphs:
         self._wait_for_last()
         _copy([to for _, to in recorded.inputs], [inputs[place] for place, _ in recorded.inputs])
         recorded.graph.replay()
-        results = recorded.made
+        results = recorded.written
         if not self._static:
             results = [_same_layout(x) for x in results]
-            _copy(results, recorded.made)
+            _copy(results, recorded.written)
         self._meanwhile()
         return [
             results[place] if place is not None else plain if index is None else inputs[index]

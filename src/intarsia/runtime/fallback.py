@@ -25,17 +25,6 @@ def has_empty(inputs: Iterable[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and not value.numel() for value in inputs)
 
 
-class UnlessEmpty:
-    """A program for calls whose tensors all have elements; PyTorch answers the others."""
-
-    def __init__(self, program: Program, otherwise: Program) -> None:
-        self.program: Program = program
-        self.otherwise: Program = otherwise
-
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        return self.otherwise(*inputs) if has_empty(inputs) else self.program(*inputs)
-
-
 ResultType = tuple[torch.dtype, torch.Size | None]  # dtype of a result, and its shape if it is fixed
 
 
@@ -88,12 +77,15 @@ class WithFallback:
         self.origin = origin
         self.strict = strict  # whether PyTorch must not answer (`require_full_compilation`)
         self.fresh = fresh  # whether results never share memory with the inputs
+        self._only_full = origin is not None and origin.only_full
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        if self.failure is not None:
+        if self.failure is not None or (self._only_full and not self.strict and has_empty(inputs)):
             return self.otherwise(*inputs)
         results: tuple[Any, ...] = ()
         try:
+            if self._only_full and has_empty(inputs):
+                raise EngineError("it takes no empty tensors")
             results = self.program(*inputs)
             reason = self._mismatch(results)
             if reason is None:
@@ -130,7 +122,7 @@ class WithFallback:
     def direct(self, shapes: Sequence[tuple[int, ...]]) -> Callable[..., torch.Tensor] | None:
         """The program's own shortcut, if it has one."""
         make = getattr(self.program, "direct", None)
-        return None if make is None else make(shapes)
+        return None if make is None or self._only_full else make(shapes)
 
 
 def with_fallback(
@@ -140,14 +132,8 @@ def with_fallback(
     in_pytorch = InPyTorch(origin)
     if isinstance(program, GuardedProgram) and not strict:
         program.otherwise = in_pytorch
-    if origin.only_full:
-        program = UnlessEmpty(program, _refuse_empty if strict else in_pytorch)
     fresh = isinstance(origin.engine, NetworkEngine)
     return WithFallback(program, in_pytorch, origin.engine.name, types, fresh, origin, strict)
-
-
-def _refuse_empty(*_: Any) -> tuple[Any, ...]:
-    raise EngineError("it takes no empty tensors")  # where PyTorch may not answer
 
 
 class InPyTorch:

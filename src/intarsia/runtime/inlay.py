@@ -23,6 +23,10 @@ class Assembly:
     programs: Sequence[Program]
     body_plans: Mapping[str, Plan] = field(default_factory=dict)  # of control flow, by the body's name
 
+    def plans_under(self, name: str) -> dict[str, Plan]:
+        """The plan by this name, and the plans of bodies by names below it."""
+        return {name: self.plan, **{f"{name}/{below}": plan for below, plan in self.body_plans.items()}}
+
 
 @dataclass(frozen=True)
 class Step:
@@ -37,17 +41,17 @@ class Step:
 class Inlay(nn.Module):
     """The pieces of one graph as one function, with the inputs and results of the graph."""
 
-    def __init__(self, graph: fx.Graph, pieces: Sequence[Piece], programs: Sequence[Program]) -> None:
+    def __init__(self, graph: fx.Graph, assembly: Assembly) -> None:
         super().__init__()
         self.graph: fx.Graph = graph
-        self.pieces: tuple[Piece, ...] = tuple(pieces)
+        self.pieces: tuple[Piece, ...] = tuple(assembly.pieces)
         slots: dict[fx.Node, int] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
                 slots[node] = len(slots)
         self._inputs = len(slots)
         borders = []
-        for piece in pieces:
+        for piece in self.pieces:
             reads = tuple(slots[node] for node in piece.inputs)
             for node in piece.outputs:
                 slots.setdefault(node, len(slots))
@@ -59,8 +63,8 @@ class Inlay(nn.Module):
         self.returned: tuple[tuple[int, None] | tuple[None, Any], ...] = tuple(
             (slots[item], None) if isinstance(item, fx.Node) else (None, item) for item in flat
         )
-        self.steps: tuple[Step, ...] = _steps(borders, programs, {slot for slot, _ in self.returned})
-        self._labels = [segment_name(i, piece.segment.engine) for i, piece in enumerate(pieces)]
+        self.steps: tuple[Step, ...] = _steps(borders, assembly.programs, {slot for slot, _ in self.returned})
+        self._labels = [segment_name(i, piece.segment.engine) for i, piece in enumerate(self.pieces)]
         self._rest = [None] * (len(slots) - self._inputs)
         # One program with the graph's inputs and results is called directly.
         self.whole: Program | None = None

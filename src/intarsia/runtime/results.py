@@ -9,11 +9,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from intarsia.engines import Program
-from intarsia.graph.piece import Piece
 from intarsia.lower import Lowered, Role
 from intarsia.lower.result_memory import Order, is_rows, laid_out
 from intarsia.runtime.fallback import WithFallback
+from intarsia.runtime.inlay import Assembly
 from intarsia.runtime.ownership import Ownership, constants_of
 
 _IMAGE = 4  # dimensions; results with as many may have the layout of the images in the call
@@ -27,12 +26,12 @@ class ResultPlan:
     `is_single`: the graph has one result, which is returned unchanged.
     """
 
-    def __init__(self, lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program]) -> None:
+    def __init__(self, lowered: Lowered, assembly: Assembly) -> None:
         self._lowered = lowered
         users = iter(lowered.views)
         views = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
         self._views = tuple((place, view) for place, view in enumerate(views) if view is not None)
-        from_engines = _from_engines(lowered, pieces, programs)
+        from_engines = _from_engines(lowered, assembly)
         self._layouts = ResultLayouts(lowered, views, from_engines)
         fresh = [
             output.role is not Role.USER
@@ -125,11 +124,11 @@ class ResultLayouts:
                 results[place] = laid_out(results[place], order)
 
 
-def _from_engines(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program]) -> list[bool]:
+def _from_engines(lowered: Lowered, assembly: Assembly) -> list[bool]:
     """For each output of the graph, whether an engine computes it in memory of its own."""
     computed = {
         node
-        for piece, program in zip(pieces, programs, strict=True)
+        for piece, program in zip(assembly.pieces, assembly.programs, strict=True)
         if isinstance(program, WithFallback) and program.fresh
         for node in piece.outputs
     }

@@ -14,14 +14,13 @@ from intarsia.archive.codec import Json
 from intarsia.archive.files import check_shareable, check_weights, weight_digests
 from intarsia.archive.reader import Bundle, complaining, open_bundle
 from intarsia.archive.writer import BundleWriter
-from intarsia.build.faithful import Example, judged_example, whole_fault
-from intarsia.build.judge import Call, Judge
+from intarsia.build.judge import Call, Example, Judge, judged_example, whole_fault
 from intarsia.compare import relative_error
 from intarsia.engines import short_engines
 from intarsia.errors import ArchiveError
 from intarsia.lower.lowered import example_inputs
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.placed import PlacedForward
+from intarsia.runtime.forwards import PlacedForward
 from intarsia.tuning.recorded import held_modules
 from intarsia.tuning.tune import Tuned
 
@@ -29,7 +28,10 @@ if TYPE_CHECKING:
     from intarsia.generation.forward import GeneratingForward
 
 
-def example_to_json(
+_FORMAT, _VERSION = "intarsia-tuned", 4
+
+
+def _example_to_json(
     placed: PlacedForward, program: Compiled, call: Call, bundle: BundleWriter
 ) -> dict[str, Json]:
     """A call, and the error of the program's answer to it."""
@@ -40,13 +42,7 @@ def example_to_json(
     return {"leaves": bundle.leaves(flat), "error": relative_error(ours, truth)}
 
 
-def example_from_json(program: Compiled, example: Mapping[str, Any], bundle: Bundle) -> Call:
-    """The call that `example_to_json` wrote."""
-    call: Call = pytree.tree_unflatten(bundle.leaves(example["leaves"]), program.lowered.in_spec)
-    return call
-
-
-def fault_of(module: nn.Module, program: Compiled, call: Call, error: float) -> str | None:
+def _fault(module: nn.Module, program: Compiled, call: Call, error: float) -> str | None:
     """How a program's answer differs from the module's, in a clause.
 
     In shorter arithmetic, an answer may have up to twice the stored `error`.
@@ -60,9 +56,6 @@ def fault_of(module: nn.Module, program: Compiled, call: Call, error: float) -> 
         ) from raised
     is_short = any(name in short_engines() for name in program.plan.engines)
     return whole_fault(judge, lowered, program, [example], 0.0, 2 * error if is_short else None)
-
-
-_FORMAT, _VERSION = "intarsia-tuned", 4
 
 
 def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
@@ -85,7 +78,7 @@ def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
             call = placed.examples.get(id(program))
             entry = {
                 "program": bundle.add(f"{where} {number}", program),
-                "example": None if call is None else example_to_json(placed, program, call, bundle),
+                "example": None if call is None else _example_to_json(placed, program, call, bundle),
             }
             modules[where].append(entry)
     weights: dict[str, Json] = {where: weight_digests(one.module) for where, one in tuned.placed.items()}
@@ -131,8 +124,8 @@ def _program(
     program, example = bundle.program(entry["program"]), entry["example"]
     if example is None:
         return program, None
-    call = example_from_json(program, example, bundle)
-    fault = fault_of(module, program, call, float(example["error"]))
+    call: Call = pytree.tree_unflatten(bundle.leaves(example["leaves"]), program.lowered.in_spec)
+    fault = _fault(module, program, call, float(example["error"]))
     if fault is not None:
         raise ArchiveError(f"{where} has changed since it was saved: the program {fault}")
     return program, call

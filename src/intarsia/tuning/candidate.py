@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.build.faithful import Example, judged_example, whole_fault
-from intarsia.build.judge import Call, Judge
+from intarsia.build.judge import Call, Example, Judge, judged_example, whole_fault
 from intarsia.capture.example import device_kind
 from intarsia.compiler.entry import compile_whole
 from intarsia.engines import Engine, resolve_engines
@@ -21,7 +20,7 @@ from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import example_inputs
 from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.placed import PlacedForward
+from intarsia.runtime.forwards import PlacedForward
 from intarsia.timing import PAUSE_S, race
 from intarsia.tuning.recorded import PLAIN, CallsOfKind, Recorded, RecordedCall
 

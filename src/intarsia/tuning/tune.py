@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from intarsia.errors import InputError, count_text
 from intarsia.options import CompileOptions
-from intarsia.runtime.placed import PlacedForward
+from intarsia.runtime.forwards import PlacedForward
 from intarsia.timing import PAUSE_S, Timing, race
 from intarsia.tuning.candidate import compiled_for
 from intarsia.tuning.recorded import CallTree, Recorded, Running, call_tree, held_modules, recording, watch

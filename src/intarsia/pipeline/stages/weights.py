@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from intarsia.archive.tensors import DTYPES
 from intarsia.errors import InputError, near_names, some_of
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import form_text
 from intarsia.pipeline.stages.stage import Stage
+from intarsia.plain_tensors import SAFETENSORS_DTYPES as DTYPES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -186,29 +186,44 @@ def _writes(node: fx.Node) -> bool:
     return node.op in ("call_method", "call_function") and (in_place or "out" in node.kwargs)
 
 
-@dataclass(frozen=True, eq=False)
 class Program:
     """A compiled graph and its weights.
 
     `fits` checks before a call whether the weights are the same tensors. The compiled module checks whether
-    they were written to, and raises StaleWeightsError.
+    they were written to, and raises StaleWeightsError. When a weight is freed, the function that `drop`
+    returns is called with the program.
     """
 
-    compiled: Callable[..., Any]
-    frozen: Frozen
-    autocast: Autocast
-    weights_of: Callable[[Sequence[Any]], tuple[Any, ...]]
-    weights: Freshness  # it drops the program when a weight is freed
+    def __init__(
+        self,
+        compiled: Compiled,
+        frozen: Frozen,
+        autocast: Autocast,
+        args: Sequence[Any],
+        drop: Callable[[], Callable[[Program], None] | None],
+    ) -> None:
+        self.compiled: Compiled = compiled
+        self.frozen: Frozen = frozen
+        self.autocast: Autocast = autocast
+        own = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            forget, program = drop(), own()
+            if forget is not None and program is not None:
+                forget(program)
+
+        self._weights_of = picker(frozen.weights)
+        self._weights = Freshness([Weight("", weight) for weight in self._weights_of(args)], gone=gone)
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Whether the weights and settings of a call are those it was compiled with."""
-        return self.weights.holds(self.weights_of(args)) and all(
+        return self._weights.holds(self._weights_of(args)) and all(
             args[i].item() == number for i, number in self.frozen.settings
         )
 
     def changed(self, args: Sequence[Any]) -> list[int]:
         """The inputs of a call that are other weights than those compiled, or were written to."""
-        return [self.frozen.weights[place] for place in self.weights.changed(self.weights_of(args))]
+        return [self.frozen.weights[place] for place in self._weights.changed(self._weights_of(args))]
 
     def __call__(self, args: Sequence[Any]) -> Any:
         taken = [args[i] for i in self.frozen.taken]
@@ -218,28 +233,6 @@ class Program:
         else:
             answer = self.compiled(*taken)
         return (answer,) if self.frozen.single else answer
-
-
-def program_of(
-    compiled: Compiled,
-    frozen: Frozen,
-    autocast: Autocast,
-    args: Sequence[Any],
-    drop: Callable[[], Callable[[Program], None] | None],
-) -> Program:
-    """A program. When one of its weights is freed, the function that `drop` returns is called with it."""
-    weights_of = picker(frozen.weights)
-    programs: list[weakref.ref[Program]] = []
-
-    def gone(_: object) -> None:
-        forget, program = drop(), programs[0]() if programs else None
-        if forget is not None and program is not None:
-            forget(program)
-
-    weights = Freshness([Weight("", weight) for weight in weights_of(args)], gone=gone)
-    program = Program(compiled, frozen, autocast, weights_of, weights)
-    programs.append(weakref.ref(program))
-    return program
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
