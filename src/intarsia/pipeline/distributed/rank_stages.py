@@ -30,9 +30,8 @@ from intarsia.runtime.weights import tensor_digest
 
 
 _TRAINER: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
-_DIVIDED: MutableMapping[torch.Tensor, bool] = (
-    WeakTensorKeyDictionary()
-)  # weights trained beside others' weights
+# Weights of pipelines in which other ranks train other weights.
+_DIVIDED: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 
 
 def note_trainers(stages: Sequence[nn.Module], stage_ranks: Sequence[int], world: World) -> None:
