@@ -15,7 +15,7 @@ from torch.export import Dim
 import intarsia
 from intarsia.capture.export import capture
 from intarsia.capture.export_context import short_stack_traces
-from intarsia.errors import CaptureError
+from intarsia.errors import CaptureError, InputError
 from intarsia.graph.nodes import source_line
 
 
@@ -205,3 +205,47 @@ def test_threads_that_export_at_once_leave_torch_as_it_was() -> None:
     leave.set()
     other.join()
     assert torch.fx.proxy.CapturedTraceback is own
+
+
+class TakesMore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        y = self.linear(x) + more["added"]
+        return y * 2 if more["twice"] else y
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"x": {0: Dim("n")}, "added": {0: Dim("n")}},
+        {"x": {0: Dim("n")}, "more": {"added": {0: Dim("n")}, "twice": None}},
+        ({0: Dim("n")}, {"added": {0: Dim("n")}, "twice": None}),
+    ],
+    ids=["by name", "by parameter", "by position"],
+)
+def test_arguments_of_a_double_starred_parameter_may_vary(sizes: Any) -> None:
+    model, x = TakesMore().eval(), torch.randn(3, 4)
+    keywords = {"twice": True, "added": torch.randn(3, 4)}
+    program = capture(model, (x,), keywords, sizes)
+    longer, added = torch.randn(5, 4), torch.randn(5, 4)
+    result = program.module()(longer, twice=True, added=added)
+    torch.testing.assert_close(result, model(longer, added=added, twice=True))
+    assert "forward" not in vars(model)
+
+
+def test_an_input_beside_a_double_starred_parameter() -> None:
+    model, rows = TakesMore().eval(), intarsia.Input(min_shape=(1, 4), opt_shape=(3, 4), max_shape=(9, 4))
+    keywords = {"added": rows, "twice": False}
+    fast = intarsia.compile(model, (rows,), keywords, engines=["onnxruntime"], min_block_size=1)
+    x, added = torch.randn(7, 4), torch.randn(7, 4)
+    torch.testing.assert_close(fast(x, added=added, twice=False), model(x, added=added, twice=False))
+    with pytest.raises(InputError, match="dynamic_shapes names dimension 2 of added"):
+        intarsia.compile(
+            model,
+            (x,),
+            {"added": added, "twice": False},
+            dynamic_shapes={"x": {0: Dim("n")}, "added": {2: Dim("n")}},
+        )

@@ -147,6 +147,16 @@ def test_batch_length_stays_open():
         parts(tokens.float(), use_cache=False)
 
 
+def test_batch_length_stays_open_beside_a_double_starred_parameter():
+    model, args, _ = make("llama")
+    options = {"use_cache": False, "output_hidden_states": True}  # `forward` takes the second by **kwargs
+    pipe = split(model, args, options, stages=2).gpipe(chunks=2)
+    tokens = torch.randint(0, 64, (7, 12))
+    want, result = model(tokens, **options), pipe(tokens, **options)
+    torch.testing.assert_close(result.hidden_states, want.hidden_states)
+    torch.testing.assert_close(result.logits, want.logits)
+
+
 def test_a_batch_of_one_is_captured_as_one():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     x = torch.randn(1, 3)

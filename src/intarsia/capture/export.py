@@ -14,7 +14,12 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.export_context import fast_paths_traced, kept_messages, short_stack_traces
+from intarsia.capture.export_context import (
+    fast_paths_traced,
+    kept_messages,
+    keywords_named,
+    short_stack_traces,
+)
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import is_cache, opening
 from intarsia.capture.protect import evaluating
@@ -81,12 +86,13 @@ def _export(
         fast_paths_traced(model),
         short_stack_traces(),
         opening(model, call),
+        keywords_named(model, call, dynamic_shapes) as shapes,
         torch.no_grad(),
         warnings.catch_warnings(),
     ):
         # Lists of the weights of every LSTM, too. A model that a run changes is found by running it.
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
-        return torch.export.export(model, *call, dynamic_shapes=dynamic_shapes, strict=False)
+        return torch.export.export(model, *call, dynamic_shapes=shapes, strict=False)
 
 
 def _unnamed(dynamic_shapes: Any) -> Any:

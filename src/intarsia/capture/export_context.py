@@ -11,17 +11,21 @@ is told. `logging.getLogger("intarsia.torch")` has the rest at DEBUG. With TORCH
 `src_key_padding_mask` leaves, and gives zeros for the others before the final norm. It does so only if the
 padding is at the end of every row, which it asks of the values; under export it takes the other path. The
 zeros are put into the graph here.
+
+torch.export (2.11 to 2.13) counts arguments that `forward` takes by a `**` parameter twice, and then refuses
+all `dynamic_shapes`. While it exports, the signature of `forward` has a name for each of them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
@@ -29,7 +33,9 @@ from typing import Any, TextIO
 import torch
 import torch.fx.proxy
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from intarsia.capture.example import Call, bound_arguments
 from intarsia.logs import TORCH_LOG, torch_logs_kept
 
 _NAME = "CapturedTraceback"  # private to torch; where it is gone, export takes its time
@@ -160,3 +166,45 @@ def _with_zeros(encoder: Any) -> Callable[..., torch.Tensor]:
         return output if norm is None else norm(output)
 
     return forward
+
+
+@contextmanager
+def keywords_named(model: nn.Module, call: Call, dynamic_shapes: Any) -> Iterator[Any]:
+    """Under this, `forward` has no `**` parameter but the names that it takes in the call.
+
+    Yields the `dynamic_shapes` by these names.
+    """
+    bound = bound_arguments(model, *call) if dynamic_shapes else None
+    kinds = {} if bound is None else {p.kind: p.name for p in bound.signature.parameters.values()}
+    rest = kinds.get(inspect.Parameter.VAR_KEYWORD)
+    if bound is None or rest not in bound.arguments:
+        yield dynamic_shapes
+        return
+    named, original, attributes = bound.arguments[rest], model.forward, dict(vars(model))
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    plain = [p for p in bound.signature.parameters.values() if p.name != rest]
+    of_their_own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in named]
+    forward.__signature__ = bound.signature.replace(parameters=[*plain, *of_their_own])  # type: ignore[attr-defined]
+    model.__dict__["forward"] = forward
+    try:
+        yield _by_name(dynamic_shapes, bound.arguments, rest)
+    finally:
+        if "forward" in attributes:
+            model.__dict__["forward"] = original
+        else:
+            del model.__dict__["forward"]
+
+
+def _by_name(dynamic_shapes: Any, arguments: Mapping[str, Any], rest: str) -> Any:
+    """`dynamic_shapes` with an entry for each argument in the `**` parameter `rest`, as for the others."""
+    if isinstance(dynamic_shapes, list | tuple):
+        dynamic_shapes = dict(zip(arguments, dynamic_shapes, strict=False))
+    if not isinstance(dynamic_shapes, Mapping):
+        return dynamic_shapes  # ShapesCollection reads the signature
+    fixed = {name: pytree.tree_map(lambda _: None, value) for name, value in arguments[rest].items()}
+    others = {name: dims for name, dims in dynamic_shapes.items() if name != rest}
+    return fixed | others | dict(dynamic_shapes.get(rest) or {})

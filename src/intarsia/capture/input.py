@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
 from intarsia.capture.example import bound_arguments, distinct_inputs
 from intarsia.errors import InputError, near_names
@@ -195,15 +194,7 @@ def check_dynamic_shapes(
         raise InputError(f"{what}: {', '.join(bound)} (what *args takes is one entry, a tuple)")
     pairs = named.items() if named else zip(bound, dynamic_shapes, strict=False)
     for name, dims in pairs:
-        parameter = call.signature.parameters.get(name)
-        if parameter is None or parameter.kind is parameter.VAR_KEYWORD:
-            if pytree.tree_any(lambda dim: dim is not None, dims):
-                raise InputError(
-                    f"dynamic_shapes names {name!r}, which forward takes by a **parameter: torch.export"
-                    " cannot let its sizes vary; give the argument a name in forward"
-                )
-            continue
-        _check_dims(name, bound[name], dims)
+        _check_dims(name, kwargs[name] if name in kwargs else bound[name], dims)
 
 
 def _check_dims(name: str, value: Any, dims: Any) -> None:

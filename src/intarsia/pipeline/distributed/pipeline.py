@@ -49,7 +49,12 @@ from intarsia.pipeline.distributed.placement import (
     shard_stages,
     stage_ranks,
 )
-from intarsia.pipeline.distributed.rank_stages import RankStages, note_trainers, refuse_old_copies
+from intarsia.pipeline.distributed.rank_stages import (
+    RankStages,
+    note_trainers,
+    refuse_old_copies,
+    watch_optimizers,
+)
 from intarsia.pipeline.distributed.saved import is_checkpoint, materialise, weights_of
 from intarsia.pipeline.distributed.schedule_run import Failure, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.wire import wire_spec
@@ -161,6 +166,8 @@ class DistributedPipeline(RankStages):
         )
         self.scaler: torch.amp.GradScaler | None = chosen.scaler
         self._unused = UnusedParameters(self._stages)
+        if self.loss is not None and len(set(self.stage_ranks)) > 1:
+            watch_optimizers(self.parameters())
         self._sizes: list[int] = []  # of the micro-batches of this step
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
         self._forms: dict[Any, list[BorderForm]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from intarsia.runtime.weights import tensor_digest
 
 
 _TRAINER: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+# Weights of pipelines in which other ranks train other weights.
+_DIVIDED: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 
 
 def note_trainers(stages: Sequence[nn.Module], stage_ranks: Sequence[int], world: World) -> None:
@@ -37,19 +39,25 @@ def note_trainers(stages: Sequence[nn.Module], stage_ranks: Sequence[int], world
     for stage, rank in zip(stages, stage_ranks, strict=True):
         for parameter in stage.parameters():
             _TRAINER[parameter] = world.mine[rank]
-    if len(set(stage_ranks)) > 1:
-        _watch_optimizers()
+
+
+def watch_optimizers(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse an optimizer that needs the gradients of all ranks before it calls its closure.
+
+    The closure steps the pipeline, and ranks that search by themselves call it unequally often: they hang.
+    """
+    _DIVIDED.update((parameter, True) for parameter in parameters)
+    _register_refusal()
 
 
 @functools.cache
-def _watch_optimizers() -> None:
+def _register_refusal() -> None:
     register_optimizer_step_pre_hook(_refuse_lbfgs)
 
 
 def _refuse_lbfgs(optimizer: Optimizer, *_: Any) -> None:
-    """Ranks would search along directions of their own, and some would end before the others."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.LBFGS) else []
-    if any(parameter in _TRAINER for group in groups for parameter in group["params"]):
+    if any(parameter in _DIVIDED for group in groups for parameter in group["params"]):
         raise PartitionError(
             "torch.optim.LBFGS computes with the gradients of all weights together, and a rank has those of"
             " its own stages: use an optimizer that updates each weight by itself, such as AdamW"

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from intarsia.capture.export_context import kept_messages, short_stack_traces
+from intarsia.capture.export_context import kept_messages, keywords_named, short_stack_traces
 from intarsia.capture.output_objects import opening
 from intarsia.capture.protect import kept_random_state
 from intarsia.errors import CaptureError, error_text
@@ -98,9 +98,10 @@ def export_model(
                 kept_messages(),
                 short_stack_traces(),
                 opening(model, (args, kwargs)),
+                keywords_named(model, (args, kwargs), dynamic) as by_name,
                 checkpointed_modules(model) as names,
             ):
-                run = partial(export, model, args, kwargs, dynamic_shapes=dynamic)
+                run = partial(export, model, args, kwargs, dynamic_shapes=by_name)
                 program = trace_without_counters(partial(export_without_chance, run), model, args, kwargs)
         except CaptureError:
             raise
