@@ -26,14 +26,6 @@ def pointwise(call: Call) -> Placement:
     return call.at(aligned(call, call.operands(), call.result.dim()))
 
 
-def linear(call: Call) -> Placement:
-    call.only("input")
-    axis = call.rows("input").axis
-    if axis == call.arg("input").dim() - 1:
-        raise Mixes("aten::linear sums over the batch")
-    return call.at(axis)
-
-
 def matmul(call: Call) -> Placement:
     """`a @ b`, plus an addend for `addmm` and `baddbmm`."""
     first, second = ("mat1", "mat2") if call.name == "aten::addmm" else ("self", "mat2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -83,13 +83,39 @@ def _dims(call: Call) -> list[int]:
     return [dim % rank for dim in ([dims] if isinstance(dims, int) else dims)]
 
 
-def _along(call: Call) -> Any:
-    """An operator along axes; the batch's must not be one of them."""
-    call.only("self")
-    axis = call.rows("self").axis
-    if axis in _dims(call):
-        raise Mixes(f"{call.name} runs along the batch")
-    return call.everywhere(axis)
+def _keeps(names: str, what: str, busy: Callable[[Call, torch.Tensor], Iterable[int]]) -> Rule:
+    """The rule of operators that keep the axes of their operand, the first of `names`, or the first at all.
+
+    They are `busy` along some of these axes; the batch's must not be one of them. Rows may also be in the
+    other arguments that are named.
+    """
+
+    def rule(call: Call) -> Any:
+        operand, *others = names.split() or [call.first()]
+        call.only(operand, *others)
+        axis = call.rows(operand).axis
+        if axis in busy(call, call.arg(operand)):
+            raise Mixes(f"{call.name} {what}")
+        return call.everywhere(axis)
+
+    return rule
+
+
+def _last(count: int, rank: int) -> range:
+    return range(max(rank - count, 0), rank)
+
+
+def _pool(spatial: int) -> Rule:
+    return _keeps("", "runs over the batch", lambda call, x: _last(spatial, x.dim()))
+
+
+def _of_samples(name: str) -> Rule:
+    """The rule of operators that treat each entry of the first axis alone; other arguments are constant."""
+    return _keeps(name, "runs over the batch", _not_first)
+
+
+def _not_first(call: Call, x: torch.Tensor) -> range:
+    return range(int(x.dim() >= (4 if call.name in _SPATIAL else 2)), x.dim())
 
 
 def _reduce(call: Call) -> Any:
@@ -101,14 +127,6 @@ def _reduce(call: Call) -> Any:
     return call.everywhere(axis if call.arg("keepdim", False) else axis - sum(dim < axis for dim in dims))
 
 
-def _norm(call: Call) -> Placement:
-    call.only("input")
-    axis, last = call.rows("input").axis, len(call.arg("normalized_shape"))
-    if axis >= call.arg("input").dim() - last:
-        raise Mixes(f"{call.name} normalizes over the batch")
-    return call.at(axis)
-
-
 def _batch_norm(call: Call) -> Any:
     call.only("input")
     own = call.arg("training") or call.arg("running_mean") is None
@@ -116,43 +134,7 @@ def _batch_norm(call: Call) -> Any:
         raise Mixes(f"{call.name} normalizes by the mean of the batch")
     if isinstance(call.result, tuple):  # the other results are empty outside of training
         return (call.at(0, call.result[0]), *(None for _ in call.result[1:]))
-    return _first(call, "input")
-
-
-def _of_samples(name: str) -> Rule:
-    """The rule of operators that treat each entry of the first axis alone; other arguments are constant."""
-
-    def rule(call: Call) -> Any:
-        call.only(name)
-        return _first(call, name)
-
-    return rule
-
-
-def _first(call: Call, name: str) -> Placement:
-    if call.rows(name).axis != 0 or call.arg(name).dim() < (4 if call.name in _SPATIAL else 2):
-        raise Mixes(f"{call.name} runs over the batch")
-    return call.at(0)
-
-
-def _pool(spatial: int) -> Rule:
-    def rule(call: Call) -> Any:
-        name = call.first()
-        call.only(name)
-        axis = call.rows(name).axis
-        if axis >= call.arg(name).dim() - spatial:
-            raise Mixes(f"{call.name} runs over the batch")
-        return call.everywhere(axis)
-
-    return rule
-
-
-def _pad(call: Call) -> Placement:
-    call.only("self")
-    axis, padded = call.rows("self").axis, len(call.arg("pad")) // 2
-    if axis >= call.arg("self").dim() - padded:
-        raise Mixes(f"{call.name} pads the batch")
-    return call.at(axis)
+    return _of_samples("input")(call)
 
 
 def _grid(call: Call) -> Placement:
@@ -183,14 +165,6 @@ def _loss(call: Call) -> Placement:
     if call.name not in _ELEMENTWISE:
         raise Unknown(f"{call.name} is not known to keep rows apart")
     return products.pointwise(call)
-
-
-def _diff(call: Call) -> Placement:
-    call.only("self", "prepend", "append")
-    axis = call.rows("self").axis
-    if axis == call.arg("dim") % call.arg("self").dim():
-        raise Mixes(f"{call.name} runs along the batch")
-    return call.at(axis)
 
 
 def _type_as(call: Call) -> Any:
@@ -231,11 +205,11 @@ _RULES: dict[str, Rule] = _table(
         "slice narrow split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk": views.cut,
         "select unbind": views.select,
         "cat concat stack": views.cat,
-        "embedding": views.embedding,
+        "embedding": _keeps("indices", "", lambda call, indices: ()),
         "gather": views.gather,
-        "index_select": views.index_select,
+        "index_select": _keeps("self", "selects rows", lambda call, x: [call.arg("dim") % x.dim()]),
         "index _unsafe_index": views.index,
-        "linear": products.linear,
+        "linear": _keeps("input", "sums over the batch", lambda call, x: _last(1, x.dim())),
         "matmul mm bmm mv addmm baddbmm": products.matmul,
         "conv1d conv2d conv3d convolution": products.convolution,
         "conv_transpose1d conv_transpose2d conv_transpose3d": products.convolution,
@@ -243,10 +217,16 @@ _RULES: dict[str, Rule] = _table(
         "einsum": products.einsum,
         "lstm gru rnn_tanh rnn_relu": products.recurrent,
         "softmax log_softmax _softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp"
-        " sort argsort topk glu flip roll": _along,
+        " sort argsort topk glu flip roll": _keeps(
+            "self", "runs along the batch", lambda call, x: _dims(call)
+        ),
         "sum mean amax amin max min argmax argmin prod var std logsumexp all any norm nansum nanmean"
         " var_mean std_mean linalg_vector_norm count_nonzero median nanmedian": _reduce,
-        "layer_norm rms_norm": _norm,
+        "layer_norm rms_norm": _keeps(
+            "input",
+            "normalizes over the batch",
+            lambda call, x: _last(len(call.arg("normalized_shape")), x.dim()),
+        ),
         "batch_norm _native_batch_norm_legit_no_training": _batch_norm,
         "group_norm instance_norm": _of_samples("input"),
         "pixel_shuffle pixel_unshuffle channel_shuffle prelu": _of_samples("self"),
@@ -258,11 +238,15 @@ _RULES: dict[str, Rule] = _table(
         "triu tril": _pool(2),  # by positions along the last two axes
         "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d upsample_nearest3d"
         " upsample_trilinear3d _upsample_nearest_exact3d": _pool(3),
-        "constant_pad_nd pad": _pad,
+        "constant_pad_nd pad": _keeps(
+            "self", "pads the batch", lambda call, x: _last(len(call.arg("pad")) // 2, x.dim())
+        ),
         "grid_sampler grid_sampler_2d grid_sampler_3d": _grid,
         "repeat_interleave": _repeat_interleave,
         "one_hot": _one_hot,
-        "diff": _diff,
+        "diff": _keeps(
+            "self prepend append", "runs along the batch", lambda call, x: [call.arg("dim") % x.dim()]
+        ),
         "type_as": _type_as,
         _SAME: _same,
         "masked_fill where expand_as __and__ __or__ __xor__": products.pointwise,

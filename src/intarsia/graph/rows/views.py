@@ -192,25 +192,12 @@ def cat(call: Call) -> Placement:
 # Look-ups by index.
 
 
-def embedding(call: Call) -> Placement:
-    call.only("indices")
-    return call.at(call.rows("indices").axis)
-
-
 def gather(call: Call) -> Placement:
     place, indices = call.of("self"), call.of("index")
     dim = call.arg("dim") % max(1, call.arg("self").dim())
     if not isinstance(place, Rows) or place != indices or place.axis == dim:
         raise Mixes(f"{call.name} selects from other rows than those of its indices")
     return call.at(place.axis)
-
-
-def index_select(call: Call) -> Placement:
-    call.only("self")
-    axis, dim = call.rows("self").axis, call.arg("dim") % call.arg("self").dim()
-    if axis == dim:
-        raise Mixes(f"{call.name} selects rows")
-    return call.at(axis)
 
 
 def index(call: Call) -> Placement:
