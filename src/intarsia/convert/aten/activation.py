@@ -115,8 +115,6 @@ def glu(ctx: Context, self: Tensor, dim: int = -1) -> Tensor:
 
 
 def _along(ctx: Context, x: Tensor, dim: int, layer: Any) -> Tensor:
-    if is_empty(x):
-        return filled(ctx)
     if x.ndim == 0:
         return F.cast(F.reshape(layer(wide(F.reshape(x, [1])), 0), []), ctx.dtype)
     return F.cast(layer(wide(x), dim), ctx.dtype)

@@ -52,8 +52,6 @@ def _first_nan(x: Tensor, axis: int, otherwise: Tensor) -> Tensor:
 
 @converter(aten.argmax.default, aten.argmin.default)
 def arg_extreme(ctx: Context, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
     if self.ndim == 0:
         return F.constant(0, ir.DataType.INT64)
     x, largest = _comparable(self), ctx.operator == "argmax"
@@ -66,8 +64,6 @@ def arg_extreme(ctx: Context, self: Tensor, dim: int | None = None, keepdim: boo
 
 @converter(aten.max.dim, aten.min.dim)
 def extreme_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    if is_empty(self):
-        return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
@@ -179,8 +175,6 @@ def _tells_places(ctx: Context) -> bool:
 def _ordered(
     ctx: Context, self: Tensor, k: Any, dim: int, largest: bool, stable: bool = False
 ) -> tuple[Tensor, Tensor]:
-    if is_empty(self) or k == 0:
-        return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
@@ -207,8 +201,6 @@ def sort(
 def kthvalue(
     ctx: Context, self: Tensor, k: int, dim: int = -1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    if is_empty(self):
-        return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
@@ -224,7 +216,7 @@ def kthvalue(
 @converter(aten.median.dim)
 def median_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The lower median; a NaN anywhere is the median."""
-    if self.ndim == 0 or is_empty(self):
+    if self.ndim == 0:
         return kthvalue(ctx, self, 1, dim, keepdim)
     axis = dim % self.ndim
     middle = (static(self, axis) + 1) // 2
@@ -237,7 +229,7 @@ def median_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> t
 @converter(aten.nanmedian.dim)
 def nanmedian_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The lower median of the elements that are not NaN; a row of NaN has none."""
-    if self.ndim == 0 or is_empty(self) or not is_float(self):
+    if self.ndim == 0 or not is_float(self):
         return median_dim(ctx, self, dim, keepdim)
     axis = dim % self.ndim
     order = (without_ties if _tells_places(ctx) else best)(self, size(self, axis), axis, False)[1]

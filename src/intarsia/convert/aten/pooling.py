@@ -12,9 +12,7 @@ import torch
 
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import (
-    filled,
     from_the_front,
-    is_empty,
     is_float,
     left_where,
     per_axis,
@@ -158,9 +156,6 @@ def max_pool(
     def results(values: Tensor, places: Tensor | None) -> Any:
         return (values, places if reads_places else None) if has_places else values
 
-    if is_empty(self):
-        values = filled(ctx, output=0 if has_places else None)
-        return results(values, filled(ctx, output=1) if reads_places else None)
     rank = _rank(ctx)
     kernel = per_axis(kernel_size, rank, "kernel_size")
     strides = per_axis(stride, rank, "stride") if stride else kernel
@@ -233,8 +228,6 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
     rank, divisor = _rank(ctx), divisor_override
     kernel = per_axis(kernel_size, rank, "kernel_size")
     strides = per_axis(stride, rank, "stride") if stride else kernel
@@ -286,8 +279,6 @@ def avg_pool(
     aten._adaptive_avg_pool3d.default,
 )
 def adaptive_avg_pool(ctx: Context, self: Tensor, output_size: Any) -> Tensor:
-    if is_empty(self):
-        return filled(ctx, math.nan)
     rank = _rank(ctx)
     out = per_axis(output_size, rank, "output_size")
     x = wide(_batched(self, rank))
@@ -312,8 +303,6 @@ def adaptive_avg_pool(ctx: Context, self: Tensor, output_size: Any) -> Tensor:
 
 @converter(*_of_all_ranks("adaptive_max_pool{}d"))
 def adaptive_max_pool(ctx: Context, self: Tensor, output_size: Any) -> tuple[Tensor, Tensor]:
-    if is_empty(self):
-        return filled(ctx, output=0), filled(ctx, output=1)
     rank = _rank(ctx)
     out, sizes = per_axis(output_size, rank, "output_size"), spatial_sizes(self, rank)
     places = [adaptive(size, n)[0] for size, n in zip(sizes, out, strict=True)]
@@ -325,8 +314,6 @@ def adaptive_max_pool(ctx: Context, self: Tensor, output_size: Any) -> tuple[Ten
 def max_unpool(
     ctx: Context, self: Tensor, indices: Tensor, output_size: Any, stride: Any = (), padding: Any = ()
 ) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
     rank, out = _rank(ctx), whole(output_size, "output_size")
     lead = [static(self, i) for i in range(self.ndim - rank)]
     x = wide(self)

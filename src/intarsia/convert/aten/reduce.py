@@ -259,16 +259,12 @@ _RUNNING: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @converter(*(getattr(aten, name).default for name in _RUNNING))
 def running(ctx: Context, self: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
     x = wide(F.cast(self, ctx.dtype), halves=True)
     return F.cast(_RUNNING[ctx.operator](x, dim % self.ndim) if self.ndim else x, ctx.dtype)
 
 
 @converter(aten.cummax.default, aten.cummin.default)
 def running_extreme(ctx: Context, self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    if is_empty(self):
-        return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
