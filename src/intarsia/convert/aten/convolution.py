@@ -11,6 +11,8 @@ import torch
 
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import filled, is_empty, is_float, per_axis, static, whole, wide
+from intarsia.convert.aten.pooling import sliding
+from intarsia.convert.aten.pooling import unfold as windows_of
 from intarsia.convert.aten.sizes import (
     Size,
     arange,
@@ -56,30 +58,18 @@ def _integer_conv(
     dilations: list[int],
     groups: int,
 ) -> Tensor:
-    """One exact integer product for each place of the kernel; engines convolve floats only."""
-    rank = len(strides)
+    """An exact integer product over windows; engines convolve floats only."""
+    rank, batch, channels, out = len(strides), static(x, 0), static(x, 1), static(w, 0)
     padded = F.pad(x, [0, 0, *pads[:rank], 0, 0, *pads[rank:]]) if any(pads) else x
-    kernel = [static(w, 2 + i) for i in range(rank)]
-    sizes = [
-        (static(padded, 2 + i) - dilations[i] * (kernel[i] - 1) - 1) // strides[i] + 1 for i in range(rank)
-    ]
-    channels, out = static(x, 1), static(w, 0)
-    # (out, channels/groups, place) as (groups, out/groups, channels/groups, place)
-    flat = F.reshape(w, [groups, out // groups, channels // groups, -1])
-    total: Tensor | None = None
-    for place in range(math.prod(kernel)):
-        window, rest = padded, place
-        for i in reversed(range(rank)):
-            rest, offset = divmod(rest, kernel[i])
-            start = offset * dilations[i]
-            end = start + (sizes[i] - 1) * strides[i] + 1
-            window = F.slice(window, start, end, axis=2 + i, step=strides[i])
-        columns = F.reshape(window, [static(x, 0), groups, channels // groups, math.prod(sizes)])
-        term = F.matmul(F.gather(flat, place, axis=3), columns)
-        total = term if total is None else F.add(total, term)
-    if total is None:
-        raise ConversionError(f"a kernel of sizes {tuple(kernel)} is not handled")
-    result = F.reshape(total, [static(x, 0), out, *sizes])
+    places = [sliding(static(padded, 2 + i), static(w, 2 + i), strides[i], dilations[i]) for i in range(rank)]
+    counts = [len(windows) for windows in places]
+    # (batch, channels, windows, place) as (batch, groups, channels/groups * place, windows)
+    columns = F.reshape(
+        windows_of(padded, places), [batch, groups, channels // groups, math.prod(counts), -1]
+    )
+    columns = F.reshape(F.transpose(columns, (0, 1, 2, 4, 3)), [batch, groups, -1, math.prod(counts)])
+    product = F.matmul(F.reshape(w, [groups, out // groups, -1]), columns)
+    result = F.reshape(product, [batch, out, *counts])
     return result if bias is None else F.add(result, F.reshape(bias, [-1, *[1] * rank]))
 
 
