@@ -116,14 +116,10 @@ largest: Layer = _extreme(F.reduce_max, -math.inf)
 smallest: Layer = _extreme(F.reduce_min, math.inf)
 
 
-def _comparable(x: Tensor) -> Tensor:
-    return _flags(x) if x.dtype == ir.DataType.BOOL else wide(x)
-
-
 @converter(aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
 def extreme(ctx: Context, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     layer = largest if ctx.operator in ("amax", "max") else smallest
-    return reduced(ctx, _comparable(self), list(dim), keepdim, layer, 0)
+    return reduced(ctx, wide(self), list(dim), keepdim, layer, 0)
 
 
 def _nonzero(x: Tensor) -> Tensor:
@@ -269,7 +265,7 @@ def running_extreme(ctx: Context, self: Tensor, dim: int) -> tuple[Tensor, Tenso
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
     extent = static(self, axis)
-    x = F.cast(self, ir.DataType.INT32) if self.dtype == ir.DataType.BOOL else wide(self, halves=True)
+    x = wide(self, halves=True)
     places = F.reshape(F.constant(np.arange(extent, dtype=np.int64)), [-1, *[1] * (self.ndim - 1 - axis)])
     places = F.expand(places, sizes(x))
     better = F.greater_equal if ctx.operator == "cummax" else F.less_equal
