@@ -20,7 +20,6 @@ from intarsia.convert import convert
 from intarsia.convert.aten.quantize import HAS_QUANTIZED
 from intarsia.engines import OnnxRuntimeInt8, OpenVINOInt8, PyTorch
 from intarsia.engines.openvino.program import CompiledModel
-from intarsia.engines.quantized import is_quantized, with_quantize_layers
 from intarsia.network import Network
 
 pytestmark = pytest.mark.skipif(not HAS_QUANTIZED, reason="this torch has no quantized_decomposed operators")
@@ -64,15 +63,18 @@ def _kinds(net: Network) -> list[str]:
     return [layer.kind for layer in net.get_layers()]
 
 
-def _net(function: Any, *inputs: torch.Tensor) -> Network:
-    return convert(program_of(function, *inputs))
+def _net(function: Any, *inputs: torch.Tensor, engine: Any = None) -> Network:
+    return convert(program_of(function, *inputs), engine=engine)
 
 
-def test_rounding_becomes_a_layer_in_a_copy() -> None:
-    net = _net(lambda x: _rounded(x, 0.03, 128), X)
-    before = str(net)
-    made = with_quantize_layers(net)
-    assert _kinds(made) == ["QuantizeLinear", "DequantizeLinear"] and str(net) == before
+def _integer_net(function: Any, *inputs: torch.Tensor) -> Network:
+    return _net(function, *inputs, engine=OnnxRuntimeInt8())
+
+
+def test_rounding_is_a_layer_for_engines_that_compute_in_integers() -> None:
+    assert "QuantizeLinear" not in _kinds(_net(lambda x: _rounded(x, 0.03, 128), X))
+    made = _integer_net(lambda x: _rounded(x, 0.03, 128), X)
+    assert _kinds(made) == ["QuantizeLinear", "DequantizeLinear"]
     made.verify()
     first, second = (layer.get_inputs(1)[0] for layer in made.get_layers())
     assert first is not None and second is not None and first.value is second.value  # one scale for both
@@ -80,8 +82,8 @@ def test_rounding_becomes_a_layer_in_a_copy() -> None:
 
 def test_a_range_that_no_layer_has_stays_spelled_out() -> None:
     q = torch.ops.quantized_decomposed
-    net = _net(lambda x: q.quantize_per_tensor(x, 0.03, 0, -127, 127, torch.int8), X)
-    assert "QuantizeLinear" not in _kinds(with_quantize_layers(net)) and not is_quantized(net)
+    net = _integer_net(lambda x: q.quantize_per_tensor(x, 0.03, 0, -127, 127, torch.int8), X)
+    assert "QuantizeLinear" not in _kinds(net) and not net.is_quantized()
 
 
 def test_integers_may_be_read_by_another_scale() -> None:
@@ -91,7 +93,7 @@ def test_integers_may_be_read_by_another_scale() -> None:
         integers = q.quantize_per_tensor(x, 0.03, 0, -128, 127, torch.int8)
         return q.dequantize_per_tensor(integers, 0.06, 0, -128, 127, torch.int8)
 
-    net = with_quantize_layers(_net(function, X))
+    net = _integer_net(function, X)
     assert _kinds(net) == ["QuantizeLinear", "DequantizeLinear"]
     (found,) = drivers.build("onnxruntime", net)(X)
     assert (found - function(X)).abs().max() <= 0.0601
@@ -100,8 +102,8 @@ def test_integers_may_be_read_by_another_scale() -> None:
 @pytest.mark.parametrize(("scale", "zero"), [(0.0, 0), (-0.03, 0), (0.03, 200)])
 def test_what_no_layer_says_stays_spelled_out(scale: float, zero: int) -> None:
     q = torch.ops.quantized_decomposed
-    net = _net(lambda x: q.quantize_per_tensor.default(x, scale, zero, -128, 127, torch.int8), X)
-    assert "QuantizeLinear" not in _kinds(with_quantize_layers(net))
+    net = _integer_net(lambda x: q.quantize_per_tensor.default(x, scale, zero, -128, 127, torch.int8), X)
+    assert "QuantizeLinear" not in _kinds(net)
 
 
 @settings(max_examples=30, deadline=None)
@@ -112,9 +114,7 @@ def test_what_no_layer_says_stays_spelled_out(scale: float, zero: int) -> None:
 )
 def test_integers_are_off_by_one_at_most(scale: float, zero: int, values: list[float]) -> None:
     q, x = torch.ops.quantized_decomposed, torch.tensor(values)
-    net = with_quantize_layers(
-        _net(lambda x: q.quantize_per_tensor(x, scale, zero, -128, 127, torch.int8), x)
-    )
+    net = _integer_net(lambda x: q.quantize_per_tensor(x, scale, zero, -128, 127, torch.int8), x)
     assert "QuantizeLinear" in _kinds(net)
     (found,) = drivers.build("onnxruntime", net)(x)
     expected = q.quantize_per_tensor(x, scale, zero, -128, 127, torch.int8)
@@ -143,10 +143,9 @@ def test_openvino_computes_in_integers(monkeypatch: pytest.MonkeyPatch) -> None:
         made(self, ports, compiled, *rest)
 
     monkeypatch.setattr(CompiledModel, "__init__", noted)
-    net = _net(Quantized().eval(), X)
-    OpenVINOInt8().build(net)
+    OpenVINOInt8().build(_net(Quantized().eval(), X, engine=OpenVINOInt8()))
     integers, kernels[:] = list(kernels), []
-    intarsia.OpenVINO().build(net)
+    intarsia.OpenVINO().build(_net(Quantized().eval(), X, engine=intarsia.OpenVINO()))
     # On ARM OpenVINO has one for the product, and none for the convolution.
     of_integers = [kernel for kernel in integers if kernel.endswith("I8")]
     assert len(integers) == 2 and len(of_integers) == (1 if is_arm() else 2)

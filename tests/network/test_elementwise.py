@@ -51,19 +51,11 @@ def test_operands_are_broadcast() -> None:
 @pytest.mark.parametrize(
     ("name", "dtypes", "said"),
     [
-        (
-            "logical_and",
-            (torch.float32, torch.float32),
-            "reads .* as A, which And does not take as FLOAT",
-        ),
-        ("logical_not", (torch.float32,), "which Not does not take as FLOAT"),
-        ("relu", (torch.bool,), "which Relu does not take as BOOL"),
-        ("maximum", (torch.bool, torch.bool), "which Max does not take as BOOL"),
-        (
-            "add",
-            (torch.float32, torch.int64),
-            "reads .*f32.* and .*i64.*, which Add takes as one dtype",
-        ),
+        ("logical_and", (torch.float32, torch.float32), "And of .*f32.*: A typestr: T, has unsupported type"),
+        ("logical_not", (torch.float32,), r"Not of .*has unsupported type: tensor\(float\)"),
+        ("relu", (torch.bool,), r"Relu of .*has unsupported type: tensor\(bool\)"),
+        ("maximum", (torch.bool, torch.bool), r"Max of .*has unsupported type: tensor\(bool\)"),
+        ("add", (torch.float32, torch.int64), r"Add of .*f32.*i64.*: B has inconsistent type"),
     ],
 )
 def test_dtypes_that_an_operator_does_not_take(name: str, dtypes: tuple[torch.dtype, ...], said: str) -> None:
@@ -72,7 +64,7 @@ def test_dtypes_that_an_operator_does_not_take(name: str, dtypes: tuple[torch.dt
         given = [Tensor(letter, dtype, (2,)) for letter, dtype in zip("ab", dtypes, strict=False)]
         with pytest.raises(NetworkError, match=said):
             getattr(F, name)(*given)
-        with pytest.raises(NetworkError, match="a layer has 1 inputs; Add takes 2 to 2"):
+        with pytest.raises(NetworkError, match=r"Add of .*input size 1 not in range \[min=2, max=2\]"):
             F.op("Add", given[0])
     assert not len(net)
 

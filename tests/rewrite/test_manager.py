@@ -173,7 +173,7 @@ class Broken(PatternRewriter):
         ("shape", r"which has another shape: \[2, 3\] against \[3, 2\]"),
         ("cycle", "would close a cycle"),
         ("removed", "cannot be removed: relu is read by abs"),
-        ("arity", "has 2 inputs; Relu takes 1 to 1"),
+        ("arity", r"Relu of .* input size 2 not in range \[min=1, max=1\]"),
         ("rule", "makes DOUBLE"),
         ("output", "it made more an output of the network"),
         ("elsewhere", "does not belong to the network"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -117,7 +118,7 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
             raise NodeError(node, str(error)) from error
         except Exception as error:  # an author's mistake must cost this node, not the model
             raise NodeError(node, f"its evaluator failed: {type(error).__name__}: {error}") from error
-    if node.target in registry and (empty := _empty_result(node.meta.get("val"))) is not None:
+    if node.target in registry and (empty := _empty_result(node)) is not None:
         if _checks_indices(node):
             raise NodeError(node, "its result has no elements, but torch refuses indices out of range")
         return empty
@@ -142,11 +143,21 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
     raise NodeError(node, "; ".join(reasons) or _NOT_CONVERTED.get(node.target, "no converter"))
 
 
-def _empty_result(value: Any) -> Any:
-    """A result without elements, made from its shape alone; engines fail on empty tensors."""
-    if isinstance(value, list | tuple):
-        items = [_empty_result(item) for item in value]
-        return tuple(items) if items and None not in items else None
+def _empty_result(node: fx.Node) -> Any:
+    """A result without elements, made from its shape alone; engines fail on empty tensors.
+
+    Of several results it is those that are read; None if one of them has elements.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, list | tuple):
+        return _empty_tensor(value)
+    items = [_empty_tensor(item) for item in value]
+    read = [user.args[1] if user.target is operator.getitem else None for user in node.users]
+    is_empty = bool(read) and all(isinstance(place, int) and items[place] is not None for place in read)
+    return tuple(items) if is_empty or (items and None not in items) else None
+
+
+def _empty_tensor(value: Any) -> Tensor | None:
     if not isinstance(value, torch.Tensor):
         return None
     shape = shape_of(value)

@@ -137,55 +137,34 @@ def _reciprocal(x: Tensor) -> Tensor:
     return join(real / norm, -imaginary / norm)
 
 
+_CONJUGATES = (aten._conj, aten.conj, aten.conj_physical, aten._conj_physical, aten._conj_copy)
+# What an operator of one tensor makes of its real and imaginary part.
+_OF_PARTS: dict[Any, Decomposition] = {
+    aten.abs: torch.hypot,
+    aten.angle: lambda real, imaginary: torch.atan2(imaginary, real),
+    aten.exp: lambda real, imaginary: _polar(torch.exp(real), imaginary),
+    aten.imag: lambda real, imaginary: imaginary,
+    aten.real: lambda real, imaginary: real,
+    **dict.fromkeys(_CONJUGATES, lambda real, imaginary: paired(real, -imaginary)),
+}
+
+
+def _of_parts(rule: Decomposition) -> Decomposition:
+    return lambda x: rule(*parts(x))
+
+
+for _packet, _rule in _OF_PARTS.items():
+    spells(_packet.default)(_of_parts(_rule))
+
+
 @spells(aten.neg.default)
 def _neg(x: Tensor) -> Tensor:
     return torch.view_as_complex(-torch.view_as_real(x))
 
 
-@spells(
-    aten._conj.default,
-    aten.conj.default,
-    aten.conj_physical.default,
-    aten._conj_physical.default,
-    aten._conj_copy.default,
-)
-def _conj(x: Tensor) -> Tensor:
-    real, imaginary = parts(x)
-    return join(real, -imaginary)
-
-
 @spells(aten.resolve_conj.default, aten.clone.default, aten.alias.default, aten.detach.default)
 def _same(x: Tensor, *, memory_format: Any = None) -> Tensor:
     return torch.view_as_complex(torch.view_as_real(x))
-
-
-@spells(aten.real.default)
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x).select(-1, 0)
-
-
-@spells(aten.imag.default)
-def _imag(x: Tensor) -> Tensor:
-    return torch.view_as_real(x).select(-1, 1)
-
-
-@spells(aten.abs.default)
-def _abs(x: Tensor) -> Tensor:
-    real, imaginary = parts(x)
-    return torch.hypot(real, imaginary)
-
-
-@spells(aten.angle.default)
-def _angle(x: Tensor) -> Tensor:
-    real, imaginary = parts(x)
-    return torch.atan2(imaginary, real)
-
-
-@spells(aten.exp.default)
-def _exp(x: Tensor) -> Tensor:
-    real, imaginary = parts(x)
-    size = torch.exp(real)
-    return join(size * torch.cos(imaginary), size * torch.sin(imaginary))
 
 
 def _complex(real: Tensor, imag: Tensor) -> Tensor:

@@ -52,14 +52,15 @@ def _ends(lowered: Lowered, sizes_of_example: dict[sympy.Symbol, int]) -> list[d
     At once, two open ranges take 16 times the example's time: a third of the CPU time that BERT was compiled
     for.
     """
-    least, most = (
-        {s: _bound(lowered, s, size, largest) for s, size in sizes_of_example.items()}
-        for largest in (False, True)
-    )
+    least, most = _least_and_most(lowered, sizes_of_example)
     if len(most) == 1 or _bytes_at(lowered, most) <= _AT_ONCE_BYTES:
         return [least, most]
     one_by_one = [{**sizes_of_example, symbol: size} for symbol, size in most.items()]
     return [least, *(sizes for sizes in one_by_one if sizes != sizes_of_example)]
+
+
+def _least_and_most(lowered: Lowered, given: dict[sympy.Symbol, int]) -> list[dict[sympy.Symbol, int]]:
+    return [{s: _bound(lowered, s, size, largest) for s, size in given.items()} for largest in (False, True)]
 
 
 def between(lowered: Lowered, example: Sequence[Any], count: int) -> list[list[Any]]:
@@ -67,14 +68,8 @@ def between(lowered: Lowered, example: Sequence[Any], count: int) -> list[list[A
     sizes_of_example = _varying(lowered, example)
     if not sizes_of_example:
         return []
-    least, most = (
-        _affordable(
-            lowered,
-            sizes_of_example,
-            {s: _bound(lowered, s, size, largest) for s, size in sizes_of_example.items()},
-        )
-        for largest in (False, True)
-    )
+    ends = _least_and_most(lowered, sizes_of_example)
+    least, most = (_affordable(lowered, sizes_of_example, sizes) for sizes in ends)
     steps = [
         {symbol: low + (most[symbol] - low) * step // (count + 1) for symbol, low in least.items()}
         for step in range(1, count + 1)

@@ -1,14 +1,14 @@
-"""What ONNX defines of operators: inputs, attributes and defaults; outputs by ONNX's own shape inference.
+"""What ONNX defines of operators: defaults of attributes, and outputs by ONNX's own shape inference.
 
-`infers` registers a rule for operators that ONNX does not define.
+ONNX checks the number and the dtypes of the inputs, too. `infers` registers a rule for operators that ONNX
+does not define.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
@@ -57,9 +57,6 @@ def infer(
     outputs: int,
 ) -> Types:
     """Dtype and shape of every output."""
-    arity = schema_of(domain, op_type)
-    if arity is not None and (why := arity.misfit(op_type, inputs)):
-        raise NetworkError(f"a layer {why}")
     rule = _RULES.get((domain, op_type))
     if rule is not None:
         return rule(inputs, attributes, outputs)
@@ -68,7 +65,7 @@ def infer(
         raise NetworkError(f"no shape rule for {domain + '::' if domain else ''}{op_type}")
     try:
         return _by_onnx(schema, inputs, attributes, outputs)
-    except shape_inference.InferenceError as error:
+    except (shape_inference.InferenceError, onnx.checker.ValidationError) as error:
         operands = ", ".join("nothing" if x is None else repr(x) for x in inputs)
         reason = str(error).partition("] ")[2] or str(error)
         raise NetworkError(f"{op_type} of {operands}: {reason}") from None
@@ -179,75 +176,18 @@ def _integers(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any]
     return [(ir.DataType.FLOAT, (*inputs[0].shape[:-1], inputs[1].shape[-1]))]
 
 
-# Inputs and attributes as ONNX defines them.
-
-_DTYPES = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}
-
-
-class Formal(NamedTuple):
-    """One input in an operator's definition. Inputs with the same `variable` have the same dtype."""
-
-    name: str
-    variable: str | None
-    dtypes: frozenset[ir.DataType]
-
-
-@dataclass(frozen=True)
-class Schema:
-    """The part of an operator's definition that networks and patterns use."""
-
-    min_inputs: int
-    max_inputs: int
-    defaults: dict[str, Any]
-    inputs: tuple[Formal, ...]  # the last stands for all that follow
-
-    def misfit(self, op_type: str, inputs: Sequence[TypedValue | None]) -> str | None:
-        """Why the operator does not take these inputs; None if it does."""
-        if not self.min_inputs <= len(inputs) <= self.max_inputs:
-            return f"has {len(inputs)} inputs; {op_type} takes {self.min_inputs} to {self.max_inputs}"
-        last = len(self.inputs) - 1
-        bound: dict[str, TypedValue] = {}
-        for place, tensor in enumerate(inputs):
-            if tensor is None:
-                continue
-            name, variable, dtypes = self.inputs[min(place, last)]
-            if tensor.dtype not in dtypes:
-                return f"reads {tensor!r} as {name}, which {op_type} does not take as {tensor.dtype.name}"
-            if variable is not None:
-                other = bound.setdefault(variable, tensor)
-                if other.dtype != tensor.dtype:
-                    return f"reads {other!r} and {tensor!r}, which {op_type} takes as one dtype"
-        return None
-
-
 @functools.cache
-def schema_of(domain: str, op_type: str) -> Schema | None:
-    """The schema at this package's opset; None for operators that ONNX does not define."""
-    if domain:
-        return None
-    if not defs.has(op_type, ""):
-        return None
+def attribute_defaults(domain: str, op_type: str) -> dict[str, Any]:
+    """The defaults of an operator's attributes at this package's opset; none if ONNX does not define it."""
+    if domain or not defs.has(op_type, ""):
+        return {}
     try:
         schema = defs.get_schema(op_type, OPSET, "")
     except defs.SchemaError:
-        return None  # newer than our opset: the layer has a version of its own
+        return {}  # newer than our opset: the layer has a version of its own
     defaults = {
         name: helper.get_attribute_value(attr.default_value)
         for name, attr in schema.attributes.items()
         if attr.default_value.type
     }
-    plain = {name: v.decode() if isinstance(v, bytes) else v for name, v in defaults.items()}
-    return Schema(
-        schema.min_input,
-        schema.max_input,
-        plain,
-        tuple(_formal(one, schema) for one in schema.inputs),
-    )
-
-
-def _formal(one: defs.OpSchema.FormalParameter, of: defs.OpSchema) -> Formal:
-    allowed = {each.type_param_str: each.allowed_type_strs for each in of.type_constraints}
-    names = allowed.get(one.type_str, [one.type_str])
-    free = one.option == defs.OpSchema.FormalParameterOption.Variadic and not one.is_homogeneous
-    dtypes = frozenset(_DTYPES[name] for name in names if name in _DTYPES)
-    return Formal(one.name, None if free else one.type_str, dtypes)
+    return {name: v.decode() if isinstance(v, bytes) else v for name, v in defaults.items()}

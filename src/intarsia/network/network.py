@@ -222,6 +222,10 @@ class Network(EditableGraph):
         node = self.node_named(name)
         return None if node is None else Layer(node)
 
+    def is_quantized(self) -> bool:
+        """Whether any layer reads quantized values."""
+        return any(node.op_type == "DequantizeLinear" for node in self.graph)
+
     def is_input(self, tensor: Tensor) -> bool:
         return tensor.value.is_graph_input() and tensor.value.graph is self.graph
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -12,7 +11,6 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.edit.graph import Replacements
-from intarsia.network.edit.journal import RecordChanged
 from intarsia.network.network import Layer, Network, Tensor, default_net, under_guard
 
 P = ParamSpec("P")
@@ -34,6 +32,8 @@ class Form(NamedTuple):
 class FLayerInfo:
     """The call that made a layer: the functional's name, its arguments and its results.
 
+    The layers say what the arguments are now: each tensor is what they read in its place.
+
     >>> import torch
     >>> from intarsia.network import FLayerInfoMemo, Network, Tensor, functional as F, net_guard
     >>> net = Network()
@@ -44,7 +44,7 @@ class FLayerInfo:
     ('softmax', 1)
     """
 
-    __slots__ = ("_arguments", "_log", "_nodes", "_outputs", "_time", "layer_kind", "signature")
+    __slots__ = ("_arguments", "_log", "_outputs", "_reads", "_time", "layer_kind", "signature")
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class FLayerInfo:
         self._log, self._time = log, log.clock
         self.layer_kind: str = form.kind
         self.signature: inspect.Signature = form.signature
-        self._arguments, self._outputs, self._nodes = arguments, outputs, nodes
+        self._arguments, self._outputs = arguments, outputs
+        self._reads = [(node, node.inputs) for node in nodes]
 
-    # Tensors that were replaced since the call are looked up on access, since most are never asked for.
     @property
     def raw_inputs(self) -> dict[str, Any]:
         """Every argument by name, with defaults, as the network is now."""
@@ -77,31 +77,25 @@ class FLayerInfo:
         return Tensor.of(self._log.follow(tensor.value, self._time))
 
     def _current_arguments(self) -> Any:
-        current = self._redirected() or {}
-        return _map(self._arguments, lambda t: current[t] if t in current else self._follow(t))
+        now = self._now() or {}
+        return _map(self._arguments, lambda t: now[t] if t in now else self._follow(t))
 
-    def _redirected(self) -> dict[Tensor, Tensor] | None:
-        """The current tensor for each tensor of the arguments; None if it is unknown.
-
-        It is known if the call made one layer, and every input that changed was the only read of its tensor.
-        """
-        changes = [change for node in self._nodes for change in self._log.inputs_since(node, self._time)]
-        if not changes:
-            return {}
-        if len(self._nodes) > 1:
-            return None
-        count = Counter(tensors_in(self._arguments))
-        now = {tensor: (tensor.value, self._time) for tensor in count}
-        for change in changes:
-            hit = [t for t, (v, time) in now.items() if self._log.follow(v, time, change.time) is change.old]
-            if sum(count[tensor] for tensor in hit) != 1 or change.still_read:
-                return None
-            now[hit[0]] = (change.new, change.time)
-        return {tensor: Tensor.of(self._log.follow(*state)) for tensor, state in now.items()}
+    def _now(self) -> dict[Tensor, Tensor] | None:
+        """The current tensor for each that the layers read; None if one became two, or they read others."""
+        now: dict[Tensor, Tensor] = {}
+        given = {*tensors_in(self._arguments)}
+        for node, before in self._reads:
+            for old, new in zip(before, node.inputs, strict=False):  # a removed layer reads nothing
+                if old is None or new is None:
+                    continue
+                was, known = Tensor.of(old), Tensor.of(new)
+                if now.setdefault(was, known) != known or (was not in given and self._follow(was) != known):
+                    return None
+        return now
 
     def is_true(self) -> bool:
-        """Whether all its tensors are still in the network, and its arguments are known."""
-        if self._redirected() is None:
+        """Whether a layer of it and all its tensors are still in the network, and its arguments are known."""
+        if self._now() is None or all(node.graph is None for node, _ in self._reads):
             return False
         tensors = tensors_in((*self._current_arguments(), self.raw_outputs))
         return all(tensor.value.graph is not None for tensor in tensors)
@@ -120,29 +114,24 @@ class FLayerInfo:
         """Replace `old` by `new` in this call, and in the layers that it made."""
         if new.value.graph is None:
             raise NetworkError(f"{new.name} was removed and cannot be read")
-        before = (self._arguments, self._outputs, self._time)
-        arguments = _map(self._current_arguments(), lambda t: new if t == old else t)
-        redirected = False
-        for node in self._nodes:
-            for index, value in enumerate(node.inputs):
-                if value is old.value and node.graph is not None:
-                    Layer(node).replace_input(index, new)
-                    redirected = True
-        if not redirected:
+        reads = [
+            (node, index)
+            for node, _ in self._reads
+            for index, value in enumerate(node.inputs)
+            if value is old.value and node.graph is not None
+        ]
+        if not reads:
             raise NetworkError(f"{self.layer_kind} does not read {old.name}")
-        self._set(arguments, self.raw_outputs, self._log.clock)
-        new.network.record(RecordChanged(lambda: self._set(*before)))
-
-    def _set(self, arguments: Any, outputs: Any, time: int) -> None:
-        self._arguments, self._outputs, self._time = arguments, outputs, time
+        for node, index in reads:
+            Layer(node).replace_input(index, new)
 
     def add_node(self, node: ir.Node) -> None:
         """Count another layer among those that the call made."""
-        self._nodes = [*self._nodes, node]
+        self._reads.append((node, node.inputs))
 
     def has_made(self, node: ir.Node) -> bool:
         """Whether the call made this layer."""
-        return node in self._nodes
+        return any(node is one for one, _ in self._reads)
 
     def replace_outputs_uses_with(self, net: Network, new_outputs: Any) -> None:
         """Replace this call's results by `new_outputs` in all readers, matched by position or key."""
@@ -162,33 +151,6 @@ def single_layer(op_type: str, function: Callable[..., Any]) -> None:
     """Register a functional whose calls are read from layers of this kind, with as many operands."""
     form = Form.of(function)
     _SINGLE_LAYER[op_type, len(form.signature.parameters)] = form
-
-
-class _LayerAsCall(FLayerInfo):
-    """The call of a functional that is one layer, read from the layer itself."""
-
-    __slots__ = ("_node",)
-
-    def __init__(self, log: Replacements, form: Form, node: ir.Node) -> None:
-        tensor = Tensor.of(log.follow(node.outputs[0], 0))
-        super().__init__(log, form, (_operands(node), {}), tensor, [node])
-        self._node = node
-
-    @property
-    def raw_inputs(self) -> dict[str, Any]:
-        if self._node.graph is None:
-            return super().raw_inputs  # as when this object was created
-        return dict(zip(self.signature.parameters, _operands(self._node), strict=True))
-
-    def is_true(self) -> bool:
-        return self._node.graph is not None and self.raw_outputs.value.graph is not None
-
-    def _set(self, arguments: Any, outputs: Any, time: int) -> None:
-        pass  # the arguments are read from the layer
-
-
-def _operands(node: ir.Node) -> tuple[Tensor, ...]:
-    return tuple(Tensor.of(value) for value in node.inputs if value is not None)
 
 
 class FLayerInfoMemo:
@@ -229,7 +191,10 @@ class FLayerInfoMemo:
             form = _SINGLE_LAYER.get((node.op_type, len(node.inputs)))
             if form is None or node.domain or node.attributes or None in node.inputs:
                 return None
-            info = _LayerAsCall(self._net.replacements, form, node)
+            operands = tuple(Tensor.of(value) for value in node.inputs if value is not None)
+            replacements = self._net.replacements
+            result = Tensor.of(replacements.follow(node.outputs[0], 0))
+            info = FLayerInfo(replacements, form, (operands, {}), result, [node])
         return info if info.is_true() else None
 
     def remove(self, layer: str | Layer) -> None:

@@ -5,19 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-_SHORT = {
-    ir.DataType.FLOAT: "f32",
-    ir.DataType.DOUBLE: "f64",
-    ir.DataType.FLOAT16: "f16",
-    ir.DataType.BFLOAT16: "bf16",
-    ir.DataType.INT8: "i8",
-    ir.DataType.INT16: "i16",
-    ir.DataType.INT32: "i32",
-    ir.DataType.INT64: "i64",
-    ir.DataType.UINT8: "u8",
-    ir.DataType.BOOL: "bool",
-}
-
 
 def kind_of(node: ir.Node) -> str:
     """The operator, with its domain where that is not ONNX's own."""
@@ -26,11 +13,15 @@ def kind_of(node: ir.Node) -> str:
 
 def type_text(value: ir.Value) -> str:
     """The type of a value, such as `f32[2, n]`."""
-    dtype = "?" if value.dtype is None else _SHORT.get(value.dtype, value.dtype.name.lower())
+    dtype = "?" if value.dtype is None else _short(value.dtype)
     if value.shape is None:
         return f"{dtype}[...]"
     dims = ["?" if not isinstance(d, int) and d.value is None else str(d) for d in value.shape]
     return f"{dtype}[{', '.join(dims)}]"
+
+
+def _short(dtype: ir.DataType) -> str:
+    return "bool" if dtype == ir.DataType.BOOL else dtype.short_name()
 
 
 def operand_text(value: ir.Value | None) -> str:

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.attributes import bodies_of, from_attr
-from intarsia.network.infer import has_rule, infer, schema_of
+from intarsia.network.infer import has_rule, infer
 from intarsia.network.value import Dim, Shape, TypedValue
 
 
@@ -81,9 +81,6 @@ def _verify_names(graph: ir.Graph) -> None:
 def verify_layer(node: ir.Node) -> None:
     """Check the arity of a layer, and the dtypes and shapes of its outputs, by the operator's definition."""
     inputs = [None if value is None else TypedValue(value) for value in node.inputs]
-    schema = schema_of(node.domain, node.op_type)
-    if schema is not None and (why := schema.misfit(node.op_type, inputs)):
-        raise NetworkError(f"layer {node.name} {why}")
     if not has_rule(node.domain, node.op_type):
         return
     attributes = {name: from_attr(attr) for name, attr in node.attributes.items()}

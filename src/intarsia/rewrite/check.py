@@ -14,7 +14,7 @@ import torch
 from intarsia.errors import NetworkError, RewriteError
 from intarsia.network import Network, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
-from intarsia.network.infer import schema_of
+from intarsia.network.infer import attribute_defaults
 from intarsia.rewrite.manager import RewritePatternManager
 from intarsia.rewrite.pattern import PatternRewriter, Rule
 from intarsia.rewrite.term import AnyValue, Either, Maybe, Number, OpTerm, Output, Root, Term, Var
@@ -134,8 +134,7 @@ class _Maker:
             return float(self.rng.choice([0.5, 1.0, 2.0]))
         if name == "epsilon":
             return float(self.rng.choice([1e-5, 1e-3]))
-        schema = schema_of("", op_type)
-        return None if schema is None else schema.defaults.get(name)
+        return attribute_defaults("", op_type).get(name)
 
 
 # Proof by running: a pattern's network before and after, on random shapes, dtypes, symbols and values.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Tensor
-from intarsia.network.infer import schema_of
+from intarsia.network.infer import attribute_defaults
 from intarsia.network.ops import COMMUTATIVE, MAY_BE_IDENTITY
 
 # The terms a rule's pattern is written in: variables, operators, constants, alternatives.
@@ -286,18 +285,12 @@ def see_through(value: ir.Value | None) -> ir.Value | None:
     return value
 
 
-@functools.cache
-def _defaults(domain: str, op_type: str) -> dict[str, Any]:
-    schema = schema_of(domain, op_type)
-    return {} if schema is None else schema.defaults
-
-
 def odd_attribute(term: OpTerm, node: ir.Node) -> tuple[Any, ...] | None:
     """The first attribute that is not what the pattern asks for: a message and its parts, or None."""
     wanted, attributes = term.attributes, node.attributes
     if not wanted and not attributes:
         return None
-    defaults = _defaults(node.domain, node.op_type)
+    defaults = attribute_defaults(node.domain, node.op_type)
     rank = _rank(node)
     for name, value in wanted.items():
         attr = attributes.get(name)

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.aten.kernels import axes_of, filled, is_empty, wide
-from intarsia.convert.aten.reduce import holds_everywhere, holds_somewhere
+from intarsia.convert.aten.kernels import wide
+from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.aten.unary import expm1, softplus
 from intarsia.convert.context import Context, narrowed, number, promoted, promoted_wide
 from intarsia.convert.registry import converter
@@ -111,12 +111,10 @@ def glu(ctx: Context, self: Tensor, dim: int = -1) -> Tensor:
     return narrowed(ctx, F.mul(value, F.sigmoid(gate)))
 
 
-# Softmax, its logarithm, and the logarithm of a sum of exponentials.
+# Softmax and its logarithm.
 
 
 def _along(ctx: Context, x: Tensor, dim: int, layer: Any) -> Tensor:
-    if is_empty(x):
-        return filled(ctx)
     if x.ndim == 0:
         return F.cast(F.reshape(layer(wide(F.reshape(x, [1])), 0), []), ctx.dtype)
     return F.cast(layer(wide(x), dim), ctx.dtype)
@@ -153,21 +151,3 @@ def log_softmax(
 ) -> Tensor:
     x = wide(F.cast(self, ctx.dtype), halves=True)  # kernels for halves lose too much
     return _along(ctx, x, dim, _log_softmax_layer)
-
-
-@converter(aten.logsumexp.default, aten.special_logsumexp.default)
-def logsumexp(ctx: Context, self: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    if is_empty(self):
-        return filled(ctx, -torch.inf)
-    x = wide(F.cast(self, ctx.dtype))
-    if self.ndim == 0:
-        return F.cast(x, ctx.dtype)
-    axes = axes_of(dim, self.ndim)
-    # By parts: the largest element may be infinite, and infinity less infinity is not a number.
-    largest = F.reduce_max(x, axes)
-    shift = F.where(F.isinf(largest), 0.0, largest)
-    summed = F.reduce_sum(F.exp(F.sub(x, shift)), axes)
-    # OpenVINO's exponential of a NaN is infinite.
-    nans = holds_somewhere(F.isnan(x), axes, True)
-    result = F.where(nans, math.nan, F.add(F.log(summed), shift))
-    return F.cast(result if keepdim else F.squeeze(result, axes), ctx.dtype)

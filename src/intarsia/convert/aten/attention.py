@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.kernels import filled, is_empty, on_cpu, used, wide, zero_unless
+from intarsia.convert.aten.kernels import filled, is_empty, on_cpu, used, wide, with_further, zero_unless
 from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.aten.sizes import size
 from intarsia.convert.context import HALVES, Context
@@ -198,9 +198,5 @@ def fused_attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Any:
-    further = range(1, len(ctx.value))
-    for index in further:
-        if used(ctx.node, index):
-            raise ConversionError(f"result {index} of {ctx.name}, which only training needs, is not handled")
     mask = attn_bias if attn_mask is None else attn_mask
-    return (attend(ctx, query, key, value, mask, is_causal, scale), *[None for _ in further])
+    return with_further(ctx, attend(ctx, query, key, value, mask, is_causal, scale))

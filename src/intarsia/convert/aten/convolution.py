@@ -11,6 +11,8 @@ import torch
 
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import filled, is_empty, is_float, per_axis, static, whole, wide
+from intarsia.convert.aten.pooling import batched, flat_places, sliding, unbatched
+from intarsia.convert.aten.pooling import unfold as windows_of
 from intarsia.convert.aten.sizes import (
     Size,
     arange,
@@ -32,14 +34,6 @@ from intarsia.network import functional as F
 aten = torch.ops.aten
 
 
-def _batched(x: Tensor, weight: Tensor) -> Tensor:
-    return F.unsqueeze(x, [0]) if x.ndim == weight.ndim - 1 else x
-
-
-def _done(ctx: Context, output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-    return F.cast(F.squeeze(output, [0]) if input.ndim == weight.ndim - 1 else output, ctx.dtype)
-
-
 def _of_nothing(ctx: Context, bias: Tensor | None) -> Tensor:
     if bias is None or 0 in ctx.value.shape:
         return filled(ctx)
@@ -56,30 +50,18 @@ def _integer_conv(
     dilations: list[int],
     groups: int,
 ) -> Tensor:
-    """One exact integer product for each place of the kernel; engines convolve floats only."""
-    rank = len(strides)
+    """An exact integer product over windows; engines convolve floats only."""
+    rank, batch, channels, out = len(strides), static(x, 0), static(x, 1), static(w, 0)
     padded = F.pad(x, [0, 0, *pads[:rank], 0, 0, *pads[rank:]]) if any(pads) else x
-    kernel = [static(w, 2 + i) for i in range(rank)]
-    sizes = [
-        (static(padded, 2 + i) - dilations[i] * (kernel[i] - 1) - 1) // strides[i] + 1 for i in range(rank)
-    ]
-    channels, out = static(x, 1), static(w, 0)
-    # (out, channels/groups, place) as (groups, out/groups, channels/groups, place)
-    flat = F.reshape(w, [groups, out // groups, channels // groups, -1])
-    total: Tensor | None = None
-    for place in range(math.prod(kernel)):
-        window, rest = padded, place
-        for i in reversed(range(rank)):
-            rest, offset = divmod(rest, kernel[i])
-            start = offset * dilations[i]
-            end = start + (sizes[i] - 1) * strides[i] + 1
-            window = F.slice(window, start, end, axis=2 + i, step=strides[i])
-        columns = F.reshape(window, [static(x, 0), groups, channels // groups, math.prod(sizes)])
-        term = F.matmul(F.gather(flat, place, axis=3), columns)
-        total = term if total is None else F.add(total, term)
-    if total is None:
-        raise ConversionError(f"a kernel of sizes {tuple(kernel)} is not handled")
-    result = F.reshape(total, [static(x, 0), out, *sizes])
+    places = [sliding(static(padded, 2 + i), static(w, 2 + i), strides[i], dilations[i]) for i in range(rank)]
+    counts = [len(windows) for windows in places]
+    # (batch, channels, windows, place) as (batch, groups, channels/groups * place, windows)
+    columns = F.reshape(
+        windows_of(padded, places), [batch, groups, channels // groups, math.prod(counts), -1]
+    )
+    columns = F.reshape(F.transpose(columns, (0, 1, 2, 4, 3)), [batch, groups, -1, math.prod(counts)])
+    product = F.matmul(F.reshape(w, [groups, out // groups, -1]), columns)
+    result = F.reshape(product, [batch, out, *counts])
     return result if bias is None else F.add(result, F.reshape(bias, [-1, *[1] * rank]))
 
 
@@ -100,11 +82,11 @@ def conv_transpose(
     rank = weight.ndim - 2
     strides, dilations = per_axis(stride, rank, "stride"), per_axis(dilation, rank, "dilation")
     padded, extra = per_axis(padding, rank, "padding"), per_axis(output_padding, rank, "output_padding")
-    x, w = wide(_batched(input, weight)), wide(weight)
+    x, w = wide(batched(input, rank)), wide(weight)
     shift = None if bias is None else wide(bias)
     if not is_float(input):
-        result = _as_plain(x, w, shift, strides, padded, extra, groups, dilations)
-        return _done(ctx, result, input, weight)
+        result = _integer_conv_transpose(x, w, shift, strides, padded, extra, groups, dilations)
+        return F.cast(unbatched(result, input, rank), ctx.dtype)
     ends, zeros = padded, [0] * rank
     # Kernels take an output padding below the stride only, though torch allows up to the dilation: it is
     # that much less cut off at the end, and where nothing is cut off, zeros.
@@ -125,10 +107,10 @@ def conv_transpose(
     if any(zeros):
         result = F.pad(result, [0] * (rank + 2) + [0, 0, *zeros])
         result = result if shift is None else F.add(result, F.reshape(shift, [-1, *[1] * rank]))
-    return _done(ctx, result, input, weight)
+    return F.cast(unbatched(result, input, rank), ctx.dtype)
 
 
-def _as_plain(
+def _integer_conv_transpose(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
@@ -138,42 +120,26 @@ def _as_plain(
     groups: int,
     dilations: list[int],
 ) -> Tensor:
-    """The plain convolution of the stretched input by the flipped kernel."""
-    rank = len(strides)
-    stretched = x
-    for i in range(rank):
-        if strides[i] > 1:
-            stretched = _stretch(stretched, 2 + i, strides[i])
-    # (channels, out/groups, ...) as (out, channels/groups, ...), each axis reversed
-    channels, out = static(w, 0), static(w, 1)
-    kernel = [static(w, 2 + i) for i in range(rank)]
-    turned = F.reshape(w, [groups, channels // groups, out, *kernel])
-    turned = F.transpose(turned, (0, 2, 1, *range(3, 3 + rank)))
-    turned = F.reshape(turned, [groups * out, channels // groups, *kernel])
-    for i in range(rank):
-        turned = F.gather(turned, np.arange(kernel[i])[::-1].copy(), 2 + i)
-    pads: list[int] = []
-    for i in range(rank):
-        begin = dilations[i] * (kernel[i] - 1) - padded[i]
-        end = begin + extra[i]
-        size = static(stretched, 2 + i)
-        if begin < 0 or end < 0:
-            stretched = F.slice(stretched, max(-begin, 0), size + min(end, 0), axis=2 + i)
-        pads[i:i] = [max(begin, 0)]
-        pads.append(max(end, 0))
-    return _integer_conv(stretched, turned, bias, [1] * rank, pads, dilations, groups)
-
-
-def _stretch(x: Tensor, axis: int, stride: int) -> Tensor:
-    """`x` with stride - 1 zeros after each element of an axis, but not after the last."""
-    size = static(x, axis)
-    shape = [static(x, i) for i in range(x.ndim)]
-    zeros = [0] * (x.ndim + 1)
-    ends = list(zeros)
-    ends[axis + 1] = stride - 1
-    spread = F.pad(F.unsqueeze(x, [axis + 1]), zeros + ends)
-    flat = F.reshape(spread, [*shape[:axis], size * stride, *shape[axis + 1 :]])
-    return F.slice(flat, 0, (size - 1) * stride + 1, axis=axis)
+    """An exact integer product for each place of the kernel, added up where the places meet."""
+    rank, batch, channels, out = len(strides), static(x, 0), static(x, 1), static(w, 1)
+    kernel, sizes = ([static(t, 2 + i) for i in range(rank)] for t in (w, x))
+    spans = [step * (size - 1) + 1 for step, size in zip(dilations, kernel, strict=True)]
+    full = [(sizes[i] - 1) * strides[i] + spans[i] + extra[i] for i in range(rank)]
+    ends = [full[i] - extra[i] for i in range(rank)]
+    places = [sliding(ends[i], kernel[i], strides[i], dilations[i]) for i in range(rank)]
+    # (channels, out/groups * place) turned, by (batch, groups, channels/groups, windows)
+    turned = F.transpose(F.reshape(w, [groups, channels // groups, -1]), (0, 2, 1))
+    columns = F.matmul(turned, F.reshape(x, [batch, groups, channels // groups, math.prod(sizes)]))
+    columns = F.reshape(columns, [batch, groups * out, math.prod(kernel), math.prod(sizes)])
+    flat = [batch, groups * out, math.prod(kernel) * math.prod(sizes)]
+    updates = F.reshape(F.transpose(columns, (0, 1, 3, 2)), flat)
+    index = F.expand(F.constant(flat_places(places, full).reshape(1, 1, -1)), flat)
+    blank = F.full([*flat[:2], math.prod(full)], 0, x.dtype)
+    result = F.reshape(F.scatter_elements(blank, index, updates, 2, reduction="add"), [*flat[:2], *full])
+    for i, pad in enumerate(padded):
+        if pad:
+            result = F.slice(result, pad, full[i] - pad, axis=2 + i)
+    return result if bias is None else F.add(result, F.reshape(bias, [-1, *[1] * rank]))
 
 
 @converter(
@@ -209,13 +175,13 @@ def convolution(
         pads = [span // 2 for span in spans] + [span - span // 2 for span in spans]
     else:
         pads = per_axis(0 if padding == "valid" else padding, rank, "padding") * 2
-    x, w = wide(_batched(input, weight)), wide(weight)
+    x, w = wide(batched(input, rank)), wide(weight)
     shift = None if bias is None else wide(bias)
     if is_float(input):
         result = F.conv(x, w, shift, strides=strides, pads=pads, dilations=dilations, groups=groups)
     else:
         result = _integer_conv(x, w, shift, strides, pads, dilations, groups)
-    return _done(ctx, result, input, weight)
+    return F.cast(unbatched(result, input, rank), ctx.dtype)
 
 
 # Windows of a tensor laid side by side, and added up again: unfold, im2col, col2im.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,8 +156,23 @@ def used(node: Any, index: int) -> bool:
     return any(user.target is not operator.getitem or user.args[1] == index for user in node.users)
 
 
+def with_further(ctx: Context, first: Tensor, further: Callable[[], Sequence[Tensor]] | None = None) -> Any:
+    """The first result; and, of an operator with more, those that `further` computes, if one is read."""
+    if not isinstance(ctx.value, tuple | list):
+        return first
+    rest: list[Tensor] = []
+    if any(used(ctx.node, index) for index in range(1, len(ctx.value))):
+        if further is None:
+            raise ConversionError(f"results of {ctx.name} that only training needs are not handled")
+        rest = [F.cast(x, value.dtype) for x, value in zip(further(), ctx.value[1:], strict=False)]
+    return (first, *rest, *[None] * (len(ctx.value) - 1 - len(rest)))
+
+
 def is_empty(*tensors: Tensor) -> bool:
-    """Whether a tensor is known to have no elements; kernels disagree about those, so none is used."""
+    """Whether an operand is known to have no elements, though the result has: kernels disagree about those.
+
+    Results without elements reach no converter.
+    """
     return any(0 in x.shape for x in tensors)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.kernels import filled, is_empty, left_where, static, used, wide
+from intarsia.convert.aten.kernels import filled, is_empty, left_where, static, used, wide, with_further
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -49,18 +49,9 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Any:
     """The result; and, of the second operator, mean and reciprocal deviation."""
-    has_statistics = isinstance(ctx.value, tuple | list)
-    if is_empty(input):
-        return tuple(filled(ctx, output=i) for i in range(3)) if has_statistics else filled(ctx)
-    result = _layer_norm(input, normalized_shape, weight, bias, eps)
-    if not has_statistics:
-        return result
-    if not used(ctx.node, 1) and not used(ctx.node, 2):
-        return result, None, None
     axes = list(range(input.ndim - len(normalized_shape), input.ndim))
-    mean, rstd = _statistics(wide(input, halves=True), axes, eps)
-    mean = left_where(mean, F.isinf(mean))  # eager's is infinite or NaN by the order it adds in
-    return result, F.cast(mean, ctx.value[1].dtype), F.cast(rstd, ctx.value[2].dtype)
+    result = _layer_norm(input, normalized_shape, weight, bias, eps)
+    return with_further(ctx, result, lambda: _finite_statistics(input, axes, eps))
 
 
 def _statistics(x: Tensor, axes: list[int], eps: float) -> tuple[Tensor, Tensor]:
@@ -69,6 +60,11 @@ def _statistics(x: Tensor, axes: list[int], eps: float) -> tuple[Tensor, Tensor]
     centred = F.sub(x, mean)
     variance = F.reduce_mean(F.mul(centred, centred), axes)
     return mean, F.reciprocal(F.sqrt(F.add(variance, eps)))
+
+
+def _finite_statistics(x: Tensor, axes: list[int], eps: float) -> tuple[Tensor, Tensor]:
+    mean, rstd = _statistics(wide(x, halves=True), axes, eps)
+    return left_where(mean, F.isinf(mean)), rstd  # eager's is infinite or NaN by the order it adds in
 
 
 def _by_statistics(x: Tensor, axes: list[int], eps: float, scale: Tensor, shift: Tensor | None) -> Tensor:
@@ -123,16 +119,11 @@ def _batch(
     return _by_batch(input, weight, bias, eps)
 
 
-def _with_statistics(ctx: Context, results: tuple[Tensor, Any, Any]) -> tuple[Any, ...]:
-    result: list[Any] = [results[0]]
-    for index, statistic in ((1, results[1]), (2, results[2])):
-        if not used(ctx.node, index):
-            result.append(None)
-        elif statistic is None:
-            result.append(filled(ctx, output=index))  # empty in evaluation
-        else:
-            result.append(F.cast(statistic, ctx.value[index].dtype))
-    return (*result, *[None] * (len(ctx.value) - 3))
+def _with_statistics(ctx: Context, results: tuple[Tensor, Any, Any]) -> Any:
+    def statistics() -> list[Tensor]:  # which are empty in evaluation
+        return [filled(ctx, output=i) if x is None else x for i, x in enumerate(results[1:], start=1)]
+
+    return with_further(ctx, results[0], statistics)
 
 
 @converter(
@@ -156,11 +147,10 @@ def batch_norm(
     cudnn_enabled: bool = True,
 ) -> Any:
     """The result; and, of all operators but the first, the statistics."""
-    has_statistics = isinstance(ctx.value, tuple | list)
-    if has_statistics and len(ctx.value) > 3 and used(ctx.node, 3):
+    if isinstance(ctx.value, tuple | list) and len(ctx.value) > 3 and used(ctx.node, 3):
         raise ConversionError("the reserve of batch norm, which only training needs, is not handled")
     results = _batch(ctx, input, weight, bias, running_mean, running_var, training, eps)
-    return _with_statistics(ctx, results) if has_statistics else results[0]
+    return _with_statistics(ctx, results)
 
 
 def _grouped(input: Tensor, groups: int) -> Tensor:
@@ -221,19 +211,12 @@ def group_norm(
     group: int = 1,
 ) -> Any:
     """The result; and, of the second operator, mean and reciprocal deviation."""
-    has_statistics, groups = isinstance(ctx.value, tuple | list), max(num_groups, group)
-    if is_empty(input):
-        if has_statistics:
-            raise ConversionError("group norm of an empty tensor is not handled")
-        return filled(ctx)
-    result = _group_norm(input, groups, weight, bias, eps)
-    if not has_statistics:
-        return result
-    if not used(ctx.node, 1) and not used(ctx.node, 2):
-        return result, None, None
-    mean, rstd = _statistics(_grouped(wide(input, halves=True), groups), [2], eps)
-    mean = left_where(mean, F.isinf(mean))
-    return result, *(F.cast(F.squeeze(x, [2]), ctx.value[1].dtype) for x in (mean, rstd))
+    groups = max(num_groups, group)
+
+    def statistics() -> list[Tensor]:
+        return [F.squeeze(x, [2]) for x in _finite_statistics(_grouped(input, groups), [2], eps)]
+
+    return with_further(ctx, _group_norm(input, groups, weight, bias, eps), statistics)
 
 
 @converter(aten.instance_norm.default)
@@ -249,8 +232,6 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    if is_empty(input):
-        return filled(ctx)
     if not use_input_stats:
         return _batch(ctx, input, weight, bias, running_mean, running_var, False, eps)[0]
     if running_mean is not None:
@@ -317,9 +298,6 @@ def rms_norm(
     eps: float | None = None,
 ) -> Any:
     """The result; and, of the second operator, the reciprocal root."""
-    has_root = isinstance(ctx.value, tuple | list)
-    if is_empty(input):
-        return (filled(ctx, output=0), filled(ctx, output=1)) if has_root else filled(ctx)
     x = wide(input, halves=True)
     eps = _least(x) if eps is None else eps
     scale = ones(normalized_shape, x.dtype) if weight is None else F.cast(weight, x.dtype)
@@ -327,8 +305,4 @@ def rms_norm(
         result = F.mul(F.mul(x, _reciprocal(x, normalized_shape, eps)), scale)
     else:
         result = F.cast(F.rms_norm(x, scale, axis=-len(normalized_shape), epsilon=eps), input.dtype)
-    if not has_root:
-        return result
-    if not used(ctx.node, 1):
-        return result, None
-    return result, F.cast(_reciprocal(x, normalized_shape, eps), ctx.value[1].dtype)
+    return with_further(ctx, result, lambda: [_reciprocal(x, normalized_shape, eps)])

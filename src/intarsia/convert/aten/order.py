@@ -32,10 +32,6 @@ aten = torch.ops.aten
 D = ir.DataType
 
 
-def _comparable(x: Tensor) -> Tensor:
-    return F.cast(x, ir.DataType.INT32) if x.dtype == ir.DataType.BOOL else wide(x, halves=True)
-
-
 def _place(x: Tensor, axis: int, largest: bool) -> Tensor:
     """Index of the first extreme along an axis, which is kept; a NaN is the extreme, as in torch."""
     layer = F.argmax if largest else F.argmin
@@ -52,11 +48,9 @@ def _first_nan(x: Tensor, axis: int, otherwise: Tensor) -> Tensor:
 
 @converter(aten.argmax.default, aten.argmin.default)
 def arg_extreme(ctx: Context, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
     if self.ndim == 0:
         return F.constant(0, ir.DataType.INT64)
-    x, largest = _comparable(self), ctx.operator == "argmax"
+    x, largest = wide(self, halves=True), ctx.operator == "argmax"
     if dim is None:
         place = _place(F.reshape(x, [-1]), 0, largest)
         return F.reshape(place, [1] * self.ndim if keepdim else [])
@@ -66,12 +60,10 @@ def arg_extreme(ctx: Context, self: Tensor, dim: int | None = None, keepdim: boo
 
 @converter(aten.max.dim, aten.min.dim)
 def extreme_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    if is_empty(self):
-        return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
-    place = _place(_comparable(self), axis, ctx.operator == "max")
+    place = _place(wide(self, halves=True), axis, ctx.operator == "max")
     return _picked(self, place, axis, keepdim)
 
 
@@ -88,7 +80,7 @@ def _picked(x: Tensor, indices: Tensor, axis: int, keepdim: bool) -> tuple[Tenso
 
 def best(x: Tensor, k: Any, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
     """The k largest or smallest in order, equal ones by place; NaN is above everything, as in torch."""
-    key = _comparable(x)
+    key = wide(x, halves=True)
     if not is_float(key):
         values, indices = F.topk(key, k, axis, largest=largest)
         # OpenVINO cannot cast what TopK makes to bool.
@@ -142,7 +134,7 @@ def in_order(x: Tensor, found: tuple[Tensor, Tensor], axis: int) -> tuple[Tensor
 
 def _like_the_next(values: Tensor, axis: int) -> Tensor:
     """Where an element of a sorted tensor equals the one after it; all NaN are alike."""
-    key = _comparable(values)
+    key = wide(values, halves=True)
     before, after = F.slice(key, 0, -1, axis=axis), F.slice(key, 1, END, axis=axis)
     same = F.equal(before, after)
     if is_float(key):
@@ -179,8 +171,6 @@ def _tells_places(ctx: Context) -> bool:
 def _ordered(
     ctx: Context, self: Tensor, k: Any, dim: int, largest: bool, stable: bool = False
 ) -> tuple[Tensor, Tensor]:
-    if is_empty(self) or k == 0:
-        return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
@@ -207,8 +197,6 @@ def sort(
 def kthvalue(
     ctx: Context, self: Tensor, k: int, dim: int = -1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    if is_empty(self):
-        return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
@@ -224,24 +212,24 @@ def kthvalue(
 @converter(aten.median.dim)
 def median_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The lower median; a NaN anywhere is the median."""
-    if self.ndim == 0 or is_empty(self):
+    if self.ndim == 0:
         return kthvalue(ctx, self, 1, dim, keepdim)
     axis = dim % self.ndim
     middle = (static(self, axis) + 1) // 2
     if not is_float(self):
         return kthvalue(ctx, self, middle, axis, keepdim)
     indices = kthvalue(ctx, self, middle, axis, True)[1]
-    return _picked(self, _first_nan(_comparable(self), axis, indices), axis, keepdim)
+    return _picked(self, _first_nan(wide(self, halves=True), axis, indices), axis, keepdim)
 
 
 @converter(aten.nanmedian.dim)
 def nanmedian_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The lower median of the elements that are not NaN; a row of NaN has none."""
-    if self.ndim == 0 or is_empty(self) or not is_float(self):
+    if self.ndim == 0 or not is_float(self):
         return median_dim(ctx, self, dim, keepdim)
     axis = dim % self.ndim
     order = (without_ties if _tells_places(ctx) else best)(self, size(self, axis), axis, False)[1]
-    numbers = F.cast(F.logical_not(F.isnan(_comparable(self))), ir.DataType.INT64)
+    numbers = F.cast(F.logical_not(F.isnan(wide(self, halves=True))), ir.DataType.INT64)
     count = F.reduce_sum(numbers, [axis], keepdims=True)
     # Numbers come before NaN: the middle one of them, or of none the first.
     middle = F.div(F.maximum(F.sub(count, 1), 0), 2)

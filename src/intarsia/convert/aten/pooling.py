@@ -12,9 +12,7 @@ import torch
 
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import (
-    filled,
     from_the_front,
-    is_empty,
     is_float,
     left_where,
     per_axis,
@@ -124,11 +122,11 @@ def divisors(
 # Pooling itself.
 
 
-def _batched(x: Tensor, rank: int) -> Tensor:
+def batched(x: Tensor, rank: int) -> Tensor:
     return F.unsqueeze(x, [0]) if x.ndim == rank + 1 else x
 
 
-def _unbatched(output: Tensor, x: Tensor, rank: int) -> Tensor:
+def unbatched(output: Tensor, x: Tensor, rank: int) -> Tensor:
     return F.squeeze(output, [0]) if x.ndim == rank + 1 else output
 
 
@@ -158,9 +156,6 @@ def max_pool(
     def results(values: Tensor, places: Tensor | None) -> Any:
         return (values, places if reads_places else None) if has_places else values
 
-    if is_empty(self):
-        values = filled(ctx, output=0 if has_places else None)
-        return results(values, filled(ctx, output=1) if reads_places else None)
     rank = _rank(ctx)
     kernel = per_axis(kernel_size, rank, "kernel_size")
     strides = per_axis(stride, rank, "stride") if stride else kernel
@@ -171,13 +166,13 @@ def max_pool(
             count = pooled_size(size, kernel[i], strides[i], padded[i], dilations[i], True)
             span = (count - 1) * strides[i] + dilations[i] * (kernel[i] - 1) + 1
             ends[i] = max(span - size - padded[i], 0)
-    x = wide(_batched(self, rank))
+    x = wide(batched(self, rank))
     if not is_float(self) or any(end >= k for end, k in zip(ends, kernel, strict=True)):
         return results(*_max_by_windows(self, x, rank, kernel, strides, padded, ends, dilations))
     pooled = F.max_pool(
         x, kernel, strides=strides, pads=padded + ends, dilations=dilations, with_indices=reads_places
     )
-    values = F.cast(_unbatched(pooled[0], self, rank), self.dtype)
+    values = F.cast(unbatched(pooled[0], self, rank), self.dtype)
     if not reads_places:
         return results(values, None)
     # ONNX counts through the whole tensor, torch through each plane.
@@ -185,7 +180,7 @@ def max_pool(
     for axis in range(2, 2 + rank):
         known = x.shape[axis]
         plane = plane * (known if isinstance(known, int) else F.size(x, axis))
-    return results(values, _unbatched(F.mod(pooled[1], plane), self, rank))
+    return results(values, unbatched(F.mod(pooled[1], plane), self, rank))
 
 
 def _max_by_windows(
@@ -204,7 +199,7 @@ def _max_by_windows(
         for size, begin, end, k, s, d in zip(sizes, begins, ends, kernel, strides, dilations, strict=True)
     ]
     values, indices = _largest_of(unfold(x, places), flat_places(places, sizes))
-    return F.cast(_unbatched(values, self, rank), self.dtype), _unbatched(indices, self, rank)
+    return F.cast(unbatched(values, self, rank), self.dtype), unbatched(indices, self, rank)
 
 
 def _largest_of(unfolded: Tensor, flat: Places) -> tuple[Tensor, Tensor]:
@@ -233,19 +228,17 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
     rank, divisor = _rank(ctx), divisor_override
     kernel = per_axis(kernel_size, rank, "kernel_size")
     strides = per_axis(stride, rank, "stride") if stride else kernel
     padded = per_axis(padding, rank, "padding")
-    x = wide(_batched(self, rank))
+    x = wide(batched(self, rank))
     if not ceil_mode and is_float(self):
         include = count_include_pad or divisor is not None
         result = F.average_pool(x, kernel, strides=strides, pads=padded * 2, count_include_pad=include)
         if divisor is not None:
             result = F.mul(result, math.prod(kernel) / divisor)
-        return F.cast(_unbatched(result, self, rank), self.dtype)
+        return F.cast(unbatched(result, self, rank), self.dtype)
     # By hand: the padded input, the sum of each window, and what torch divides each window by.
     sizes = spatial_sizes(x, rank)
     counts = [
@@ -277,7 +270,7 @@ def avg_pool(
         # Towards zero; engines differ for what is negative.
         whole_part = F.div(F.abs(summed), F.constant(np.asarray(by).astype(dtypes.to_numpy(x.dtype))))
         result = F.mul(kernels.sign(summed), whole_part)
-    return F.cast(_unbatched(result, self, rank), self.dtype)
+    return F.cast(unbatched(result, self, rank), self.dtype)
 
 
 @converter(
@@ -286,19 +279,17 @@ def avg_pool(
     aten._adaptive_avg_pool3d.default,
 )
 def adaptive_avg_pool(ctx: Context, self: Tensor, output_size: Any) -> Tensor:
-    if is_empty(self):
-        return filled(ctx, math.nan)
     rank = _rank(ctx)
     out = per_axis(output_size, rank, "output_size")
-    x = wide(_batched(self, rank))
+    x = wide(batched(self, rank))
     if out == [1] * rank:
         result = F.op("GlobalAveragePool", x)
-        return F.cast(_unbatched(result, self, rank), self.dtype)
+        return F.cast(unbatched(result, self, rank), self.dtype)
     sizes = spatial_sizes(x, rank)
     if all(size % n == 0 for size, n in zip(sizes, out, strict=True)):
         kernel = [size // n for size, n in zip(sizes, out, strict=True)]
         result = x if set(kernel) == {1} else F.average_pool(x, kernel, strides=kernel, pads=[0] * (2 * rank))
-        return F.cast(_unbatched(result, self, rank), self.dtype)
+        return F.cast(unbatched(result, self, rank), self.dtype)
     # Windows of an axis have one or two widths; the mean over a box is the mean over its axes in turn.
     for i, (size, n) in enumerate(zip(sizes, out, strict=True)):
         places, real = adaptive(size, n)
@@ -307,13 +298,11 @@ def adaptive_avg_pool(ctx: Context, self: Tensor, output_size: Any) -> Tensor:
         windows = F.where(F.constant(real.reshape(n, -1, *tail)), gathered, 0.0)
         count = real.sum(1).reshape(n, *tail).astype(dtypes.to_numpy(x.dtype))
         x = F.div(F.reduce_sum(windows, [3 + i], keepdims=False), F.constant(count))
-    return F.cast(_unbatched(x, self, rank), self.dtype)
+    return F.cast(unbatched(x, self, rank), self.dtype)
 
 
 @converter(*_of_all_ranks("adaptive_max_pool{}d"))
 def adaptive_max_pool(ctx: Context, self: Tensor, output_size: Any) -> tuple[Tensor, Tensor]:
-    if is_empty(self):
-        return filled(ctx, output=0), filled(ctx, output=1)
     rank = _rank(ctx)
     out, sizes = per_axis(output_size, rank, "output_size"), spatial_sizes(self, rank)
     places = [adaptive(size, n)[0] for size, n in zip(sizes, out, strict=True)]
@@ -325,8 +314,6 @@ def adaptive_max_pool(ctx: Context, self: Tensor, output_size: Any) -> tuple[Ten
 def max_unpool(
     ctx: Context, self: Tensor, indices: Tensor, output_size: Any, stride: Any = (), padding: Any = ()
 ) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
     rank, out = _rank(ctx), whole(output_size, "output_size")
     lead = [static(self, i) for i in range(self.ndim - rank)]
     x = wide(self)

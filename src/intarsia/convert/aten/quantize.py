@@ -102,6 +102,23 @@ def dequantized(x: Tensor, scale: Tensor, zero_point: Any, axis: int | None, out
     return F.mul(F.sub(F.cast(x, ir.DataType.FLOAT), zero), scale)
 
 
+def _as_layer(ctx: Context, x: Tensor, scale: Any, zero_point: Any, limits: tuple[int, int]) -> Tensor | None:
+    """Rounding as one layer, for engines that compute in integers: they fuse it with what reads it.
+
+    That divides where torch multiplies by the reciprocal: an integer here and there differs by one, which
+    such engines may. None where no layer says the same, or the engine is exact.
+    """
+    if getattr(ctx.engine, "arithmetic", "") != "int8" or _RANGES.get(ctx.dtype) != limits:
+        return None
+    known = [value.constant if isinstance(value, Tensor) else value for value in (scale, zero_point)]
+    if any(value is None or np.size(value) != 1 for value in known) or not _fits(zero_point, ctx.dtype):
+        return None
+    step, zero = (np.asarray(value).item() for value in known)
+    if not 0.0 < step < np.inf:
+        return None
+    return F.quantize_linear(x, F.constant(step, torch.float32), F.constant(int(zero), ctx.dtype))
+
+
 def _fits(zero_point: Any, dtype: ir.DataType) -> bool:
     """Whether a zero point is known to be one of the integers, as ONNX wants it; torch takes any number."""
     known = zero_point.constant if isinstance(zero_point, Tensor) else zero_point
@@ -124,15 +141,17 @@ if HAS_QUANTIZED:
         scales: Tensor | None = None, zero_points: Tensor | None = None, axis: int | None = None,
     ) -> Tensor:  # fmt: skip
         """By one scale, or by one for each channel along an axis."""
-        limits = _limits(ctx, quant_min, quant_max)
+        limits, x = _limits(ctx, quant_min, quant_max), F.cast(input, ir.DataType.FLOAT)
         if scales is None or zero_points is None or axis is None:
+            if (layer := _as_layer(ctx, x, scale, zero_point, limits)) is not None:
+                return layer
             inverse, zero = _flat(_inverse(scale)), _flat(_zero_point(zero_point, ir.DataType.FLOAT))
         else:
             if scales.dtype == ir.DataType.DOUBLE:
                 raise ConversionError("scales in float64 are not handled: torch then multiplies in float64")
             numbers = (_inverse(scales), F.cast(zero_points, ir.DataType.FLOAT))
             inverse, zero = (_along(values, axis, input.ndim) for values in numbers)
-        return F.cast(_steps(F.cast(input, ir.DataType.FLOAT), inverse, zero, limits), ctx.dtype)
+        return F.cast(_steps(x, inverse, zero, limits), ctx.dtype)
 
     @converter(
         *(q.dequantize_per_tensor.default, q.dequantize_per_tensor.tensor, q.dequantize_per_tensor.tensor2),
@@ -234,16 +253,15 @@ def integer_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: str)
     _constants_only(weight, scale)
     x = F.cast(ctx.tensor(x), ir.DataType.FLOAT)
     scale = torch.ones(1) if scale is None else scale
-    zero, most = F.constant(-low, torch.uint8), float(high - low)
-    if getattr(ctx.engine, "multiplies_integers", False):
-        x = x if most == 255 else F.clip(x, float(low), float(high))
-        integers = F.quantize_linear(x, F.constant(1.0, ir.DataType.FLOAT), zero)
-        return F.matmul_integer_to_float(integers, F.constant(weight.t()), F.constant(scale), zero)
-    if ctx.engine is None or ctx.engine.arithmetic == "int8":  # such engines look for these layers
-        integers = F.cast(F.clip(F.add(F.round(x), float(-low)), 0.0, most), ir.DataType.UINT8)
-        rounded = F.dequantize_linear(integers, F.constant(1.0, ir.DataType.FLOAT), zero)
+    in_integers = getattr(ctx.engine, "multiplies_integers", False)
+    if in_integers or ctx.engine is None or ctx.engine.arithmetic == "int8":
+        one, zero = F.constant(1.0, ir.DataType.FLOAT), F.constant(-low, torch.uint8)
+        x = x if high - low == 255 else F.clip(x, float(low), float(high))
+        integers = F.quantize_linear(x, one, zero)
+        if in_integers:
+            return F.matmul_integer_to_float(integers, F.constant(weight.t()), F.constant(scale), zero)
         dense = F.dequantize_linear(F.constant(weight), F.constant(scale.expand(len(weight))), axis=0)
-        return F.matmul(rounded, F.transpose(dense, (1, 0)))
+        return F.matmul(F.dequantize_linear(integers, one, zero), F.transpose(dense, (1, 0)))
     ctx.notes.append(
         f"{ctx.engine.name} multiplies activations of 8 bits as float32: it has no exact product of integers"
     )

@@ -116,14 +116,10 @@ largest: Layer = _extreme(F.reduce_max, -math.inf)
 smallest: Layer = _extreme(F.reduce_min, math.inf)
 
 
-def _comparable(x: Tensor) -> Tensor:
-    return _flags(x) if x.dtype == ir.DataType.BOOL else wide(x)
-
-
 @converter(aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
 def extreme(ctx: Context, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     layer = largest if ctx.operator in ("amax", "max") else smallest
-    return reduced(ctx, _comparable(self), list(dim), keepdim, layer, 0)
+    return reduced(ctx, wide(self), list(dim), keepdim, layer, 0)
 
 
 def _nonzero(x: Tensor) -> Tensor:
@@ -259,21 +255,17 @@ _RUNNING: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @converter(*(getattr(aten, name).default for name in _RUNNING))
 def running(ctx: Context, self: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
     x = wide(F.cast(self, ctx.dtype), halves=True)
     return F.cast(_RUNNING[ctx.operator](x, dim % self.ndim) if self.ndim else x, ctx.dtype)
 
 
 @converter(aten.cummax.default, aten.cummin.default)
 def running_extreme(ctx: Context, self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    if is_empty(self):
-        return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
     extent = static(self, axis)
-    x = F.cast(self, ir.DataType.INT32) if self.dtype == ir.DataType.BOOL else wide(self, halves=True)
+    x = wide(self, halves=True)
     places = F.reshape(F.constant(np.arange(extent, dtype=np.int64)), [-1, *[1] * (self.ndim - 1 - axis)])
     places = F.expand(places, sizes(x))
     better = F.greater_equal if ctx.operator == "cummax" else F.less_equal

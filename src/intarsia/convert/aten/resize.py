@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.kernels import filled, is_empty, is_float, static, wide
+from intarsia.convert.aten.kernels import is_float, static, wide
 from intarsia.convert.aten.sizes import Size, floor_divide, int64, size
 from intarsia.convert.context import HALVES, Context
 from intarsia.convert.registry import converter
@@ -24,7 +24,6 @@ aten = torch.ops.aten
 # Along an axis whose sizes are known only at run time, places and weights are computed there.
 
 FLOAT = ir.DataType.FLOAT
-_A = -0.75  # torch's cubic coefficient
 
 
 def nearest_places(x: Tensor, axis: int, goal: Size, exact: bool, scale: float | None) -> Tensor:
@@ -36,10 +35,8 @@ def nearest_places(x: Tensor, axis: int, goal: Size, exact: bool, scale: float |
     return F.cast(_held(place, extent), ir.DataType.INT64)
 
 
-def resized(x: Tensor, axis: int, mode: str, goal: Size, align: bool, scale: float | None) -> Tensor:
-    """`x` resized along one axis, linear or cubic, in torch's order of operations."""
-    if mode not in ("linear", "cubic"):
-        raise ConversionError(f"resizing by {mode} to a size not known at compile time is not handled")
+def resized(x: Tensor, axis: int, goal: Size, align: bool, scale: float | None) -> Tensor:
+    """`x` resized along one axis, linear, in torch's order of operations."""
     extent = size(x, axis)
     if align:
         last, end = _float(extent + -1), _float(goal + -1)
@@ -48,32 +45,15 @@ def resized(x: Tensor, axis: int, mode: str, goal: Size, align: bool, scale: flo
         place = F.mul(_numbers(goal), step)
     else:
         place = F.sub(F.mul(F.add(_numbers(goal), 0.5), _step(extent, goal, scale)), 0.5)
-    if mode == "linear":
-        place = F.maximum(place, F.constant(0.0, FLOAT))
+    place = F.maximum(place, F.constant(0.0, FLOAT))
     first = F.floor(place)
     past = F.sub(place, first)
-    weights = [F.sub(F.constant(1.0, FLOAT), past), past] if mode == "linear" else _cubic(past)
-    total: Tensor | None = None
-    for tap, weight in enumerate(weights, start=0 if mode == "linear" else -1):
+    terms = []
+    for tap, weight in enumerate((F.sub(F.constant(1.0, FLOAT), past), past)):
         at = F.cast(_held(F.add(first, float(tap)), extent), ir.DataType.INT64)
         shaped = F.reshape(F.cast(weight, x.dtype), [-1] + [1] * (x.ndim - 1 - axis))
-        term = F.mul(F.gather(x, at, axis), shaped)
-        total = term if total is None else F.add(total, term)
-    assert total is not None
-    return total
-
-
-def _cubic(t: Tensor) -> list[Tensor]:
-    """The weights of the four neighbours."""
-
-    def near(x: Tensor) -> Tensor:  # ((A + 2) x - (A + 3)) x x + 1
-        return F.add(F.mul(F.mul(F.sub(F.mul(x, _A + 2), _A + 3), x), x), 1.0)
-
-    def far(x: Tensor) -> Tensor:  # ((A x - 5 A) x + 8 A) x - 4 A
-        return F.sub(F.mul(F.add(F.mul(F.sub(F.mul(x, _A), 5 * _A), x), 8 * _A), x), 4 * _A)
-
-    rest = F.sub(F.constant(1.0, FLOAT), t)
-    return [far(F.add(t, 1.0)), near(t), near(rest), far(F.add(rest, 1.0))]
+        terms.append(F.mul(F.gather(x, at, axis), shaped))
+    return F.add(*terms)
 
 
 def _step(extent: Size, goal: Size, scale: float | None) -> Tensor:
@@ -215,8 +195,6 @@ def smooth(
     ctx: Context, self: Tensor, mode: str, output_size: Any, align: bool, scales: Sequence[float | None]
 ) -> Tensor:
     """Linear or cubic, with or without antialiasing."""
-    if is_empty(self):
-        return filled(ctx)
     if not is_float(self):
         raise ConversionError(f"resizing {self.dtype.name} by {mode} is not handled")
     rank = self.ndim - 2
@@ -246,16 +224,16 @@ def smooth(
         extent = self.shape[2 + i]
         if isinstance(goal[i], int) and isinstance(extent, int):
             x = _by_weights(x, 2 + i, *_weights(x, mode, extent, goal[i], align, scales[i]))
+        elif mode == "linear":
+            x = resized(x, 2 + i, goal[i], align, scales[i])
         else:
-            x = resized(x, 2 + i, mode, goal[i], align, scales[i])
+            raise ConversionError(f"resizing by {mode} to a size not known at compile time is not handled")
     return F.cast(x, self.dtype)
 
 
 def nearest(
     ctx: Context, self: Tensor, exact: bool, output_size: Any, scales: Sequence[float | None]
 ) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
     rank = self.ndim - 2
     goal = _goal(self, output_size, scales)
     x = wide(self)
@@ -347,8 +325,6 @@ _GRID_PADDING = ("zeros", "border", "reflection")
 def grid_sampler(
     ctx: Context, input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:
-    if is_empty(input, grid):
-        return filled(ctx)
     mode = _GRID_MODES[interpolation_mode]
     if input.ndim == 5 and mode == "cubic":
         raise ConversionError("interpolation_mode=2 (cubic) over volumes is not handled")

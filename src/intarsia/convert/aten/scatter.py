@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.indexing import cropped, wrapped
-from intarsia.convert.aten.kernels import from_the_front, left_where, used, zero_unless
+from intarsia.convert.aten.kernels import from_the_front, left_where, with_further, zero_unless
 from intarsia.convert.aten.sizes import END, Size, arange, int64, reshape, result_shape, size, sizes, wrap
 from intarsia.convert.aten.view import expanded
 from intarsia.convert.context import Context
@@ -188,7 +187,6 @@ def _rows(
 # Rows of a table looked up and reduced bag by bag.
 
 _REDUCE = ("sum", "mean", "amax")
-Bags = Sequence[Tensor | None]
 
 
 @converter(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -203,12 +201,7 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int = -1,
-) -> Bags:
-    for output in (1, 2, 3):
-        if used(ctx.node, output):
-            raise ConversionError(
-                f"result {output} of embedding_bag, used by gradients alone, is not handled"
-            )
+) -> Any:
     wide = kernels.accumulator(weight.dtype)
     indices = from_the_front(indices, size(weight, 0))
     rows = F.cast(F.gather(weight, indices, 0), wide)
@@ -225,12 +218,8 @@ def embedding_bag(
         pads = F.equal(indices, F.constant(padding_idx, D.INT64))
         bag = F.where(pads, F.constant(count) if isinstance(count, int) else count, bag)
     result = _reduced(rows, bag, count, _REDUCE[mode])
-    return (
-        F.cast(F.slice(result, 0, count - 1 if include_last_offset else count, axis=0), weight.dtype),
-        None,
-        None,
-        None,
-    )
+    bags = F.slice(result, 0, count - 1 if include_last_offset else count, axis=0)
+    return with_further(ctx, F.cast(bags, weight.dtype))
 
 
 def _unlike_offsets(offsets: Tensor, count: Size) -> Tensor:

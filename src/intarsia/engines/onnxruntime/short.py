@@ -51,11 +51,10 @@ class OnnxRuntimeInt8(OnnxRuntime):
 
     def _guarded(self, net: Network) -> Model:
         from intarsia.engines.onnxruntime.model import guarded
-        from intarsia.engines.quantized import is_quantized, with_quantize_layers
         from intarsia.network.serialize import to_proto
 
-        if is_quantized(net):
-            return guarded(with_quantize_layers(net), self.guards, self.device, quantize=to_proto)
+        if net.is_quantized():
+            return guarded(net, self.guards, self.device, quantize=to_proto)
         size = sum(v.const_value.nbytes for v in net.graph.initializers.values() if v.const_value is not None)
         if size > _LARGEST_FILE:
             raise EngineError(f"its weights take {size} bytes, and the quantizer reads models of up to 2 GB")

@@ -37,7 +37,6 @@ from intarsia.engines.openvino.corrections import (
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.idioms import show_norms, show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, refuses
-from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
 from intarsia.network import Network
 from intarsia.network.serialize import to_proto, weights_as_inputs
@@ -54,7 +53,7 @@ def guarded(
     model, weights, packed = read(net)
     if rounded:
         fold_tables(model)
-    elif is_quantized(net) or has_short_weights(model):
+    elif net.is_quantized() or has_short_weights(model):
         fold(model)  # with integers OpenVINO would round activations as well
     shorten(model)
     show_rotations(model)

@@ -138,9 +138,8 @@ class OpenVINOInt8(_Short):
 
     def _guarded(self, net: Network) -> tuple[Any, object, Checks | None]:
         from intarsia.engines.openvino.model import guarded
-        from intarsia.engines.quantized import with_quantize_layers
 
-        return guarded(with_quantize_layers(net), self.guards, rounded=True)
+        return guarded(net, self.guards, rounded=True)
 
 
 # OpenVINO with weights in 8 or 4 bits, as nncf compresses them: its kernels widen them as they read them.

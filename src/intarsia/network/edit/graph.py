@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
 
@@ -201,22 +201,12 @@ class EditableGraph:
         return len(unused)
 
 
-class InputChange(NamedTuple):
-    """One input of a layer was replaced; `still_read` if the layer also reads `old` at another position."""
-
-    time: int
-    old: ir.Value | None
-    new: ir.Value
-    still_read: bool
-
-
 class Replacements:
     """The replacements of one graph. `clock` counts them, so that a record can ask for the later ones."""
 
     def __init__(self) -> None:
         self.clock: int = 0
         self._values: dict[ir.Value, list[tuple[int, ir.Value]]] = {}
-        self._inputs: dict[ir.Node, list[InputChange]] = {}
 
     def value_replaced(self, old: ir.Value, new: ir.Value) -> None:
         """Record that all readers of `old` now read `new`."""
@@ -227,25 +217,11 @@ class Replacements:
         """Remove the last replacement of `old`, which was undone."""
         self._values[old].pop()
 
-    def input_replaced(self, node: ir.Node, old: ir.Value | None, new: ir.Value) -> None:
-        """Record that one input of a layer is now `new`."""
-        self.clock += 1
-        change = InputChange(self.clock, old, new, old in node.inputs)
-        self._inputs.setdefault(node, []).append(change)
-
-    def input_restored(self, node: ir.Node) -> None:
-        """Remove the last input change of a layer, which was undone."""
-        self._inputs[node].pop()
-
-    def inputs_since(self, node: ir.Node, time: int) -> list[InputChange]:
-        """The input changes of a layer after `time`."""
-        return [change for change in self._inputs.get(node, ()) if change.time > time]
-
-    def follow(self, value: ir.Value, time: int, until: int | None = None) -> ir.Value:
-        """The value that replaces `value`, named at `time`, now or right before `until`."""
+    def follow(self, value: ir.Value, time: int) -> ir.Value:
+        """The value that replaces `value`, named at `time`, now."""
         while True:
             for when, new in self._values.get(value, ()):
-                if when > time and (until is None or when < until):
+                if when > time:
                     time, value = when, new
                     break
             else:

@@ -6,7 +6,7 @@ times as long with public names; on BERT-base and Swin-T matching takes most of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -91,12 +91,6 @@ class Reordered(NamedTuple):
     nodes: list[ir.Node]
 
 
-class RecordChanged(NamedTuple):
-    """Other information about the graph was changed; `restore` restores it."""
-
-    restore: Callable[[], None]
-
-
 Edit = (
     LayerAdded
     | BodyTaken
@@ -108,5 +102,4 @@ Edit = (
     | OutputMarked
     | TypeChanged
     | Reordered
-    | RecordChanged
 )

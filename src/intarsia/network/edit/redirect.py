@@ -18,7 +18,6 @@ from intarsia.network.edit.journal import (
     LayerAdded,
     LayerRemoved,
     OutputMarked,
-    RecordChanged,
     Reordered,
     TypeChanged,
     UsesReplaced,
@@ -65,7 +64,6 @@ def replace_input(graph: EditableGraph, reader: ir.Node, index: int, new: ir.Val
         _move_readers_behind(graph, new if old is None else old, new, maker, ((reader, index),))
     reader.replace_input_with(index, new)
     graph.record(InputReplaced(reader, index, old, new))
-    graph.replacements.input_replaced(reader, old, new)
 
 
 def mark_output(graph: EditableGraph, value: ir.Value, name: str | None) -> None:
@@ -214,11 +212,8 @@ def _undo_edit(graph: EditableGraph, edit: Edit) -> None:
             _redirect_back(graph, edit)
         case InputReplaced(node=node, position=position, old=old):
             node.replace_input_with(position, old)
-            graph.replacements.input_restored(node)
         case BodyTaken(body=body, before=before):
             give_body(body, before)
-        case RecordChanged(restore=restore):
-            restore()
         case ConstantAdded(value=value, key=key):
             graph.graph.initializers.pop(str(value.name))
             if key is not None:

@@ -15,46 +15,13 @@ from intarsia.rewrite.term import see_through
 _END = 1 << 31  # the end of a slice, larger than any size
 
 
-def _part(op: Any, x: Any, start: Any, end: Any, axis: Any, step: Any, name: str) -> Any:
-    constants = [op.constant(t) for t in (start, end, axis, step)]
-    return op.Slice(x, *constants, _name=name)
-
-
-def _rotated(
-    op: Any,
-    x: Any,
-    cos: Any,
-    sin: Any,
-    s0: Any,
-    e0: Any,
-    a0: Any,
-    t0: Any,
-    s1: Any,
-    e1: Any,
-    a1: Any,
-    t1: Any,
-) -> Any:
-    turned = op.Concat(
-        op.Neg(_part(op, x, s0, e0, a0, t0, "upper")), _part(op, x, s1, e1, a1, t1, "lower"), axis=-1
-    )
-    return op.Add(op.Mul(x, cos), op.Mul(turned, sin))
+def _rotated(op: Any, x: Any, cos: Any, sin: Any) -> Any:
+    upper, lower = (op.Slice(x, _any_inputs=True, _name=name) for name in ("upper", "lower"))
+    return op.Add(op.Mul(x, cos), op.Mul(op.Concat(op.Neg(upper), lower, axis=-1), sin))
 
 
 @rule(_rotated)
-def rotary_embedding(
-    net: Network,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    s0: Tensor,
-    e0: Tensor,
-    a0: Tensor,
-    t0: Tensor,
-    s1: Tensor,
-    e1: Tensor,
-    a1: Tensor,
-    t1: Tensor,
-) -> object:
+def rotary_embedding(net: Network, x: Tensor, cos: Tensor, sin: Tensor, upper: Layer, lower: Layer) -> object:
     """x * cos + concat(-x[half:], x[:half]) * sin, where both halves of cos and sin are equal."""
     if x.ndim != 4 or not all(isinstance(d, int) for d in (x.shape[1], x.shape[3])):
         return refuse(f"{list(x.shape)} is not batch, heads, length, width")
@@ -62,7 +29,7 @@ def rotary_embedding(
     half = width // 2
     if width % 2:
         return refuse(f"the width {width} is odd")
-    if not (_cuts(s0, e0, a0, t0, half, width) and _cuts(s1, e1, a1, t1, 0, half)):
+    if not (_cuts(upper, half, width) and _cuts(lower, 0, half)):
         return refuse("the slices are not the two halves")
     caches = []
     for tensor in (cos, sin):
@@ -81,14 +48,16 @@ def rotary_embedding(
     return F.op("RotaryEmbedding", x, *flat)
 
 
-def _cuts(start: Tensor, end: Tensor, axis: Tensor, step: Tensor, low: int, high: int) -> bool:
-    s, e, a, t = (integers(x) for x in (start, end, axis, step))
-    if s is None or e is None or a is None or t is None or len(s) != 1:
+def _cuts(part: Layer, low: int, high: int) -> bool:
+    """Whether a slice is from `low` to `high` of the last of four dimensions, in steps of 1."""
+    numbers = [integers(tensor) for tensor in part.get_inputs()[1:]]
+    if len(numbers) != 4 or any(number is None or len(number) != 1 for number in numbers):
         return False
+    start, end, axis, step = (number[0] for number in numbers if number is not None)
     width = 2 * max(low, high - low) if low else 2 * high
-    stop = min(e[0] + width if e[0] < 0 else e[0], width)
-    first = s[0] + width if s[0] < 0 else s[0]
-    return (first, stop) == (low, high) and a[0] in (3, -1) and t[0] == 1
+    stop = min(end + width if end < 0 else end, width)
+    first = start + width if start < 0 else start
+    return (first, stop) == (low, high) and axis in (3, -1) and step == 1
 
 
 def _repeats(tensor: Tensor) -> bool:
