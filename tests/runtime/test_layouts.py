@@ -175,7 +175,7 @@ def test_results_follow_the_layout_of_the_call_as_eagers(
 
 
 class Slice(nn.Module):
-    """A convolution of a slice: on x86 PyTorch returns rows, and the rules for fake tensors say channels_last."""
+    """A convolution of a slice: on x86 PyTorch returns rows; the rules for fake tensors say channels_last."""
 
     def __init__(self) -> None:
         super().__init__()
