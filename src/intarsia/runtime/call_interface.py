@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.size_guards import check_guards, read_guards
-from intarsia.errors import InputError
+from intarsia.errors import InputError, range_text
 from intarsia.lower import Lowered
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _bind(
             if allowed is not None and not allowed.lower <= size <= allowed.upper:
                 raise InputError(
                     f"input {check.name} has size {size} in dimension {axis}; compiled for"
-                    f" {allowed.lower} to {allowed.upper}"
+                    f" {range_text(allowed.lower, allowed.upper)}"
                 )
 
 
