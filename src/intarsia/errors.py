@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = str(Path(__file__).parent)
 _CALLS = "torch.nn.modules.module"
@@ -72,6 +73,15 @@ def count_text(count: int, noun: str) -> str:
     ('1 node', '2 nodes')
     """
     return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def range_text(low: Any, high: Any) -> str:
+    """A range of sizes as text. Torch's ranges without an upper end have infinities of several kinds.
+
+    >>> range_text(1, 8), range_text(1, float("inf"))
+    ('1 to 8', '1 or more')
+    """
+    return f"{low} to {high}" if high < 2**31 - 1 else f"{low} or more"
 
 
 class IntarsiaError(Exception):

@@ -172,3 +172,31 @@ def test_results_follow_the_layout_of_the_call_as_eagers(
             given = x.to(memory_format=layout)
             assert module(given).stride() == model(given).stride()
             torch.testing.assert_close(module(given), model(given), atol=1e-5, rtol=1e-4)
+
+
+class Slice(nn.Module):
+    """A convolution of a slice: on x86 PyTorch returns rows; the rules for fake tensors say channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([x, x], 1)[:, :4]
+        return self.head(torch.relu(self.conv(both)))
+
+
+class Tokens(Slice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.permute(0, 2, 1).reshape(1, 4, 8, 8))
+
+
+@pytest.mark.parametrize("engine", ENGINES[:3])
+@torch.no_grad()
+def test_layouts_are_those_of_the_models_answer(engine: str) -> None:
+    tokens, images = torch.randn(1, 64, 4), torch.randn(1, 4, 8, 8)
+    last = images.to(memory_format=torch.channels_last)
+    for model, example, calls in ((Tokens(), tokens, [tokens]), (Slice(), images, [images, last])):
+        fast = intarsia.compile(model.eval(), (example,), engines=[engine], min_block_size=1)
+        for x in calls:
+            assert fast(x).stride() == model(x).stride()

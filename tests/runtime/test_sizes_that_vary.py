@@ -44,6 +44,26 @@ def test_ranges_by_input(engine: str) -> None:
         fast(torch.randint(0, 20, (2, 13)))
 
 
+@pytest.mark.parametrize(
+    ("rows", "allowed"),
+    [
+        (torch.export.Dim("rows", max=4), "0 to 4"),
+        (torch.export.Dim("rows", min=9), "9 or more"),
+        (torch.export.Dim.DYNAMIC(max=4), "0 to 4"),
+    ],
+)
+def test_an_example_outside_its_own_range_is_refused(rows: Any, allowed: str) -> None:
+    with pytest.raises(InputError, match=f"size 8 in dimension 0 of input, where .* {allowed}"):
+        intarsia.compile(nn.ReLU(), (torch.randn(8, 4),), dynamic_shapes={"input": {0: rows}})
+
+
+def test_a_range_without_an_end_is_named_in_words() -> None:
+    rows = torch.export.Dim("rows", min=2)
+    fast = intarsia.compile(nn.ReLU(), (torch.randn(8, 4),), dynamic_shapes={"input": {0: rows}})
+    with pytest.raises(InputError, match="size 1 in dimension 0; compiled for 2 or more"):
+        fast(torch.randn(1, 4))
+
+
 @dataclass(frozen=True)
 class WrongWhenLarge(OnnxRuntime):
     """ONNX Runtime, were it wrong at sizes that the example does not have."""

@@ -107,6 +107,28 @@ def test_nested_inputs_and_outputs(engine: str) -> None:
     torch.testing.assert_close(pytree.tree_leaves(answer), pytree.tree_leaves(expected))
 
 
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (
+            {"rest": 1, "a": 2},
+            "items is a dict with the keys 'rest', 'a'; compiled for a dict with the keys 'a', 'rest'",
+        ),
+        (
+            {"a": 1, "rest": [2, 3]},
+            "items\\['rest'\\] is a list with 2 values; compiled for a tuple with 2 values",
+        ),
+        ({"a": 1, "rest": ()}, "items\\['rest'\\] is an empty tuple; compiled for a tuple with 2 values"),
+        (1.0, "items is one value; compiled for a dict with the keys 'a', 'rest'"),
+    ],
+)
+def test_another_structure_is_refused_at_the_argument_that_differs(items: Any, message: str) -> None:
+    a = torch.randn(2, 2)
+    fast = compiled(Nested(), {"a": a, "rest": (a, a)})
+    with pytest.raises(InputError, match=f"^argument {message}$"):
+        fast(items)
+
+
 class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()

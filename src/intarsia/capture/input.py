@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from intarsia.capture.example import bound_arguments, distinct_inputs
-from intarsia.errors import InputError, near_names
+from intarsia.errors import InputError, near_names, range_text
 
 Shape = tuple[int, ...]
 
@@ -216,6 +217,12 @@ def _check_dims(name: str, value: Any, dims: Any) -> None:
             if isinstance(dim, str | float | bool):
                 what = f"{dim!r} for dimension {axis} of {name}; give a torch.export.Dim"
                 raise InputError(f"dynamic_shapes gives {what}, such as Dim({str(dim)!r})")
+            low, high = getattr(dim, "min", None), getattr(dim, "max", None)
+            low, high = 0 if low is None else low, math.inf if high is None else high
+            if not low <= value.shape[axis] <= high:
+                what = f"size {value.shape[axis]} in dimension {axis} of {name}"
+                allowed = range_text(low, high)
+                raise InputError(f"the example has {what}, where dynamic_shapes has {allowed}")
     elif isinstance(value, torch.Tensor) and dims is not None:
         what = f"{dims!r} for {name}; give its dimensions that vary"
         raise InputError(f"dynamic_shapes gives {what}, such as {{0: Dim('batch')}}")

@@ -41,6 +41,7 @@ from intarsia.build.judge import (
     operators_of,
     suspects,
     whole_fault,
+    with_layouts_of,
 )
 from intarsia.build.trial import elements_of
 from intarsia.capture.example import Call, device_kind, refuse_autocast
@@ -212,6 +213,7 @@ class CompileJob:
             lowered, call = self._lowered()
             own, truth = self.request.call, captured.truth
             examples, unverified = examples_of(captured.judge, lowered, call, own, truth)
+            lowered = with_layouts_of(captured.judge, lowered, examples)
         notes = (*self.request.notes, *(effect.text for effect in effects), *unverified)
         differences = tuple(effect.text for effect in effects if effect.follows == "warning")
         return LoweredModel(lowered, examples, notes, differences=differences)
@@ -343,10 +345,8 @@ class CompileJob:
 
         The rounding that is allowed is that of the coarsest engine in use.
         """
-        plans = (compiled.plan, *compiled.body_plans.values())
-        names = {name for plan in plans for name in plan.engines}
-        used = [engine for engine in self.engines if engine.name in names]
-        coarsest = max((engine.coarsest for engine in used), default=0.0)
+        names = {name for plan in (compiled.plan, *compiled.body_plans.values()) for name in plan.engines}
+        coarsest = max((engine.coarsest for engine in self.engines if engine.name in names), default=0.0)
         tolerance = self.options.accuracy.tolerance
         # If the model itself was the fastest, it is compared at the example only.
         examples = graph.examples if compiled.runs_graph else graph.examples[:1]

@@ -211,6 +211,16 @@ class Layouts:
         same = {has_channels_last(flat[place]) == last for place, last in self.images}
         return None if len(same) > 1 else same != {False}
 
+    def orders_of(self, results: Sequence[Any]) -> tuple[Order | None, ...]:
+        """The orders of results that the model returned, where the graph has an order."""
+        pairs = zip(results, self.orders, strict=False)
+        return tuple(None if order is None else layout_of(result) for result, order in pairs)
+
+    def swapped(self, flat: Sequence[Any]) -> list[Any]:
+        """A call whose images have the layout that they do not have in the example."""
+        last = dict(self.images)
+        return [_swapped(x, last[place]) if place in last else x for place, x in enumerate(flat)]
+
 
 IN_ROWS = Layouts()
 
@@ -252,7 +262,11 @@ def _sized(value: Any, has_other_layout: bool) -> Any:
     tensor = torch.empty_strided(sizes, steps, dtype=value.dtype, device=value.device)
     if not has_other_layout:
         return tensor
-    return laid_out(tensor, tuple(range(len(sizes))) if has_channels_last(value) else _LAST[len(sizes)])
+    return _swapped(tensor, has_channels_last(value))
+
+
+def _swapped(image: torch.Tensor, has_last: bool) -> Any:
+    return laid_out(image, tuple(range(image.dim())) if has_last else _LAST[image.dim()])
 
 
 def _is_image(value: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from intarsia.build.trial import case_of
 from intarsia.capture.example import copied_call
+from intarsia.capture.input import check_call
 from intarsia.compare import disagreement, relative_error
 from intarsia.errors import InputError
 from intarsia.graph.nodes import module_path
@@ -71,6 +72,11 @@ def diff(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
          engine           nodes  own error      total  begins with
       0  onnxruntime          1    ...e...  linear
     """
+    check_call(compiled, args, kwargs)
+    if not isinstance(compiled, Compiled):
+        raise InputError(
+            f"a {type(compiled).__name__} has no segments: it is not a model compiled as a whole"
+        )
     if not compiled.stands_for_model:
         raise InputError("the model runs as it is, in PyTorch, so there are no segments")
     call = copied_call((args, kwargs or {}))

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.size_guards import check_guards, read_guards
-from intarsia.errors import InputError
+from intarsia.errors import InputError, count_text, range_text
 from intarsia.lower import Lowered
 
 if TYPE_CHECKING:
@@ -98,8 +98,21 @@ class CallInterface:
             args, kwargs = self._rebind(args, kwargs, positional, named)
         flat, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in named}))
         if structure != spec:
-            raise InputError(f"the call has the structure {structure}; compiled for {spec}")
+            raise InputError(self._difference(structure))
         return flat
+
+    def _difference(self, structure: pytree.TreeSpec) -> str:
+        """How the structure of a call differs, at the first argument that does."""
+        (args, kwargs), (own_args, own_kwargs) = children(structure), children(self.lowered.in_spec)
+        parameters = [] if self.signature is None else list(self.signature.parameters.values())
+        names = [
+            p.name for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name not in kwargs.context
+        ]
+        pairs = enumerate(zip(children(args), children(own_args), strict=True))
+        named = [(names[place] if place < len(names) else str(place), *both) for place, both in pairs]
+        named += zip(kwargs.context, children(kwargs), children(own_kwargs), strict=True)
+        found = (_difference_of(f"argument {name}", one, own) for name, one, own in named)
+        return next(filter(None, found), f"the call has the structure {structure}")
 
     def _rebind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], positional: int, named: list[str]
@@ -161,6 +174,27 @@ def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """The structures one level below this one."""
     method = getattr(spec, "children", None)  # torch 2.11 may have only the field `children_specs`
     return list(method()) if callable(method) else list(spec.children_specs)
+
+
+def _difference_of(name: str, structure: pytree.TreeSpec, own: pytree.TreeSpec) -> str | None:
+    """Where one structure differs from the other, in a clause."""
+    parts, own_parts = children(structure), children(own)
+    if (structure.type, structure.context, len(parts)) != (own.type, own.context, len(own_parts)):
+        return f"{name} is {_form(structure)}; compiled for {_form(own)}"
+    keys = structure.context if isinstance(structure.context, list) else range(len(parts))
+    triples = zip(keys, parts, own_parts, strict=True)
+    return next(filter(None, (_difference_of(f"{name}[{key!r}]", *both) for key, *both in triples)), None)
+
+
+def _form(structure: pytree.TreeSpec) -> str:
+    """What a value is, without its content."""
+    if structure.is_leaf():
+        return "one value"
+    keys, count = structure.context, len(children(structure))
+    content = (
+        f"the keys {', '.join(map(repr, keys))}" if isinstance(keys, list) else count_text(count, "value")
+    )
+    return f"a {structure.type.__name__} with {content}" if count else f"an empty {structure.type.__name__}"
 
 
 FixedInput = tuple[torch.dtype, torch.Size, torch.device]
@@ -274,7 +308,7 @@ def _bind(
             if allowed is not None and not allowed.lower <= size <= allowed.upper:
                 raise InputError(
                     f"input {check.name} has size {size} in dimension {axis}; compiled for"
-                    f" {allowed.lower} to {allowed.upper}"
+                    f" {range_text(allowed.lower, allowed.upper)}"
                 )
 
 

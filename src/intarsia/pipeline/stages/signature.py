@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import InputError, PartitionError, range_text
 from intarsia.pipeline.gpipe.effects import trial
 
 Dim = int | str  # a fixed length, or the name of a dynamic length
@@ -188,10 +188,9 @@ class CallSignature:
     def _bind(self, lengths: dict[str, int], dim: str, size: int, spec: TensorSpec) -> None:
         low, high = self.ranges.get(dim, (0, 2**62))
         if not low <= size <= high:
-            allowed = f"{low} or more" if high >= 2**31 else f"{low} to {high}"
             raise InputError(
-                f"{spec.name} has a length of {size}, but the stages were cut for {allowed}; split the model"
-                " with an example of that length"
+                f"{spec.name} has a length of {size}, but the stages were cut for {range_text(low, high)};"
+                " split the model with an example of that length"
             )
         if lengths.setdefault(dim, size) != size:
             raise InputError(f"{spec.name} has a length of {size} where another input has {lengths[dim]}")
