@@ -273,4 +273,4 @@ def test_a_users_converter_that_fails_is_told() -> None:
         fast = compiled("onnxruntime")
     assert fast.plan.engines == ("onnxruntime",)
     (note,) = [note for note in fast.notes if "mine" in note]
-    assert "ZeroDivisionError: an author's mistake" in note and "erf converts it" in note
+    assert "ZeroDivisionError: an author's mistake" in note and "the converter unary takes it" in note

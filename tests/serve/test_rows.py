@@ -36,7 +36,7 @@ class Of(nn.Module):
 
 
 def batching(function: Function, low: int = 1, high: int = 16) -> tuple[int, str]:
-    example = torch.randn(max(low, 3), 4, 6)
+    example = torch.randn(min(max(low, 3), high), 4, 6)
     made = compiled(Of(function), (example,), {"x": {0: Dim("rows", min=low, max=high)}})
     found = decide(Interface.of(made), 8)
     return found.rows, found.why_not

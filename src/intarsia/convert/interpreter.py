@@ -129,7 +129,7 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
         if reason is None:
             try:
                 result = stamp(node, candidate.convert(ctx, tuple(args), dict(kwargs)))
-                ctx.notes += [f"{refusal}; {candidate.name} converts it" for refusal in passed_over]
+                ctx.notes += [f"{refusal}; the converter {candidate.name} takes it" for refusal in passed_over]
                 return result
             except IntarsiaError as error:
                 reason = str(error)
