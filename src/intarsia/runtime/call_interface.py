@@ -21,8 +21,6 @@ from intarsia.lower import Lowered
 if TYPE_CHECKING:
     import sympy
 
-    from intarsia.lower import Lowered
-
 
 @dataclass(frozen=True)
 class CallInterface:
@@ -60,7 +58,12 @@ class CallInterface:
         """Dtype, shape and device of every input, if all are tensors of fixed shapes."""
         if self.plain_arguments < 0 or not self.in_order or self._guards or self._complex:
             return None
-        return fixed_inputs(self.checks)
+        fixed = []
+        for check in self.checks:
+            if not isinstance(check, TensorCheck) or check.static is None or check.strides is not None:
+                return None
+            fixed.append((check.dtype, check.static, check.device))
+        return fixed
 
     @cached_property
     def _guards(self) -> Any:
@@ -310,13 +313,3 @@ def checks_of(lowered: Lowered) -> tuple[Check, ...]:
         else:
             checks.append(IntegerCheck(item.name, int(value.node.hint)))
     return tuple(checks)
-
-
-def fixed_inputs(checks: tuple[Check, ...]) -> list[FixedInput] | None:
-    """Dtype, shape and device of every input, if all are tensors of fixed shape."""
-    quick = []
-    for check in checks:
-        if not isinstance(check, TensorCheck) or check.static is None or check.strides is not None:
-            return None
-        quick.append((check.dtype, check.static, check.device))
-    return quick
