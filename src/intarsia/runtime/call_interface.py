@@ -34,13 +34,6 @@ class CallInterface:
     checks: tuple[Check, ...]
     signature: inspect.Signature | None = None
 
-    @staticmethod
-    def of(
-        lowered: Lowered, signature: inspect.Signature | None, checks: Sequence[Check] | None = None
-    ) -> CallInterface:
-        """The interface of a lowered graph. Without `checks` of a file, they come from the graph."""
-        return CallInterface(lowered, checks_of(lowered) if checks is None else tuple(checks), signature)
-
     @cached_property
     def plain_arguments(self) -> int:
         """The number of positional inputs if all are leaves and none is passed by name; otherwise -1."""
