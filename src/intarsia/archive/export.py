@@ -144,13 +144,12 @@ def _folder(compiled: Compiled, path: Path) -> Exported:
 
 def _engine(step: Step) -> NetworkEngine | None:
     """The engine of a step, if it writes files; PyTorch writes the others."""
-    origin = step.program.origin if isinstance(step.program, WithFallback) else None
-    engine = None if origin is None else origin.engine
+    engine = step.program.origin.engine if isinstance(step.program, WithFallback) else None
     return engine if isinstance(engine, NetworkEngine) and engine.file_suffix else None
 
 
 def _write(step: Step, path: Path) -> Mapping[str, str]:
-    assert isinstance(step.program, WithFallback) and step.program.origin is not None
+    assert isinstance(step.program, WithFallback)
     engine, network = step.program.origin.engine, step.program.origin.network
     assert isinstance(engine, NetworkEngine) and network is not None
     try:

@@ -30,7 +30,7 @@ from intarsia.lower.lowered import Lowered
 from intarsia.plain_tensors import plain_state
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import CudaGraphs
-from intarsia.runtime.fallback import Origin, ResultType, with_fallback
+from intarsia.runtime.fallback import Origin, ResultType, WithFallback
 from intarsia.runtime.inlay import Assembly, Inlay
 
 if TYPE_CHECKING:
@@ -312,12 +312,12 @@ class _Loader:
             if program is None:
                 assert origin.network is not None
                 program = engine.build(origin.network)
-            return with_fallback(program, origin, types)
+            return WithFallback(program, origin, types)
         assert isinstance(engine, GraphEngine)
         program = self._from_package(item, graph, engine)
         if program is None:
             program = engine.build(graph.module)
-        return with_fallback(program, Origin(engine, graph.module, None, only_full), types)
+        return WithFallback(program, Origin(engine, graph.module, None, only_full), types)
 
     def _from_package(self, item: Json, graph: ReadGraph, engine: GraphEngine) -> Program | None:
         """The program from machine code in the file, if the user trusts it and it fits this machine."""

@@ -202,7 +202,7 @@ class BundleWriter:
         }
         if isinstance(program, GraphProgram) and segment.engine == PYTORCH:
             return {**entry, "module": graph_to_json(program.module, self._tensors, self._body)}
-        if not isinstance(program, WithFallback) or program.origin is None:
+        if not isinstance(program, WithFallback):
             raise ArchiveError(
                 f"a segment on {segment.engine} runs a {type(program).__name__}, which cannot be saved"
             )

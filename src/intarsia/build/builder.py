@@ -35,7 +35,7 @@ from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy,
 from intarsia.partition.strategies import require_full
 from intarsia.partition.support import support_table
 from intarsia.partition.table import constrain
-from intarsia.runtime.fallback import Origin, has_empty, types_of, with_fallback
+from intarsia.runtime.fallback import Origin, WithFallback, has_empty, types_of
 from intarsia.runtime.inlay import Assembly, Inlay
 
 _TIMED_RUNS = 3  # the fastest counts, since OpenVINO prepares for sizes in the first
@@ -172,7 +172,7 @@ class Builder:
         types = types_of([node.meta.get("val") for node in returned])
         # Guards get PyTorch as a fallback only now: on the examples, a refusal is a failure.
         strict = self.settings.options.require_full_compilation
-        return with_fallback(
+        return WithFallback(
             tried.program, Origin(engine, module, tried.network, tried.only_full), types, strict=strict
         )
 

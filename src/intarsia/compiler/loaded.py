@@ -85,7 +85,7 @@ def _copies(values: Iterable[Any]) -> list[Any]:
 
 def _engines(loaded: Compiled) -> list[Engine]:
     origins = [p.origin for p in _programs(loaded.inlay) if isinstance(p, WithFallback)]
-    engines = {origin.engine.name: origin.engine for origin in origins if origin is not None}
+    engines = {origin.engine.name: origin.engine for origin in origins}
     for name, engine in engines.items():
         if not engine.is_exact:
             raise RefitError(

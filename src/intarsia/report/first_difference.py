@@ -208,7 +208,7 @@ def _in_segments(compiled: Compiled, values: dict[fx.Node, Any]) -> Difference |
     """The first node that an engine computes differently, with PyTorch's values as its segment's inputs."""
     for piece, step in zip(compiled.inlay.pieces, compiled.inlay.steps, strict=True):
         program = step.program
-        if not isinstance(program, WithFallback) or program.origin is None:
+        if not isinstance(program, WithFallback):
             continue
         engine = program.origin.engine
         case = case_of(piece, dict(values))

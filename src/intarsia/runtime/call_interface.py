@@ -21,8 +21,6 @@ from intarsia.lower import Lowered
 if TYPE_CHECKING:
     import sympy
 
-    from intarsia.lower import Lowered
-
 
 @dataclass(frozen=True)
 class CallInterface:
@@ -35,13 +33,6 @@ class CallInterface:
     lowered: Lowered
     checks: tuple[Check, ...]
     signature: inspect.Signature | None = None
-
-    @staticmethod
-    def of(
-        lowered: Lowered, signature: inspect.Signature | None, checks: Sequence[Check] | None = None
-    ) -> CallInterface:
-        """The interface of a lowered graph. Without `checks` of a file, they come from the graph."""
-        return CallInterface(lowered, checks_of(lowered) if checks is None else tuple(checks), signature)
 
     @cached_property
     def plain_arguments(self) -> int:
@@ -60,7 +51,12 @@ class CallInterface:
         """Dtype, shape and device of every input, if all are tensors of fixed shapes."""
         if self.plain_arguments < 0 or not self.in_order or self._guards or self._complex:
             return None
-        return fixed_inputs(self.checks)
+        fixed = []
+        for check in self.checks:
+            if not isinstance(check, TensorCheck) or check.static is None or check.strides is not None:
+                return None
+            fixed.append((check.dtype, check.static, check.device))
+        return fixed
 
     @cached_property
     def _guards(self) -> Any:
@@ -344,13 +340,3 @@ def checks_of(lowered: Lowered) -> tuple[Check, ...]:
         else:
             checks.append(IntegerCheck(item.name, int(value.node.hint)))
     return tuple(checks)
-
-
-def fixed_inputs(checks: tuple[Check, ...]) -> list[FixedInput] | None:
-    """Dtype, shape and device of every input, if all are tensors of fixed shape."""
-    quick = []
-    for check in checks:
-        if not isinstance(check, TensorCheck) or check.static is None or check.strides is not None:
-            return None
-        quick.append((check.dtype, check.static, check.device))
-    return quick

@@ -20,7 +20,7 @@ from intarsia.graph.nodes import uses_gpu
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
 from intarsia.refitting import make_refittable
-from intarsia.runtime.call_interface import CallInterface, Check, FixedInput
+from intarsia.runtime.call_interface import CallInterface, Check, FixedInput, checks_of
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Assembly, Inlay
 from intarsia.runtime.ownership import constants_of
@@ -93,7 +93,8 @@ class _Fit:
         self.lowered, self.body_plans = lowered, dict(assembly.body_plans)
         self.plan = replace(assembly.plan, bodies=self.body_plans) if self.body_plans else assembly.plan
         self.inlay: Inlay = Inlay(lowered.module.graph, assembly)
-        self.interface = CallInterface.of(lowered, source.signature, checks)
+        checks = checks_of(lowered) if checks is None else tuple(checks)  # those of a file, or the graph's
+        self.interface = CallInterface(lowered, checks, source.signature)
         self.results = ResultPlan(lowered, assembly)
         self.eager = None if source.eager is None else model
         self.stands = self.eager is None or source.eager == "chosen"

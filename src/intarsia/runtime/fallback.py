@@ -57,27 +57,27 @@ class Origin:
 
 
 class WithFallback:
-    """A piece on an engine. From the first call at which the engine fails, PyTorch runs the piece."""
+    """A piece on an engine. From the first call at which the engine fails, PyTorch runs the piece.
+
+    PyTorch also answers calls that a guard of the program refuses, and where the origin says so, calls with
+    an empty tensor. With `strict`, each of these is an error (`require_full_compilation`).
+    """
 
     def __init__(
-        self,
-        program: Program,
-        otherwise: Program,
-        engine: str,
-        types: Sequence[ResultType | None],
-        fresh: bool,
-        origin: Origin | None = None,
-        strict: bool = False,
+        self, program: Program, origin: Origin, types: Sequence[ResultType | None], *, strict: bool = False
     ) -> None:
         self.program: Program = program
-        self.otherwise: Program = otherwise
-        self.engine: str = engine
+        self.origin: Origin = origin
+        self.otherwise: Program = InPyTorch(origin)
+        if isinstance(program, GuardedProgram) and not strict:
+            program.otherwise = self.otherwise
+        self.engine: str = origin.engine.name
         self.failure: str | None = None  # why the engine failed
         self.types: tuple[ResultType | None, ...] = tuple(types)
-        self.origin = origin
-        self.strict = strict  # whether PyTorch must not answer (`require_full_compilation`)
-        self.fresh = fresh  # whether results never share memory with the inputs
-        self._only_full = origin is not None and origin.only_full
+        self.strict: bool = strict
+        # Whether results never share memory with the inputs.
+        self.fresh: bool = isinstance(origin.engine, NetworkEngine)
+        self._only_full = origin.only_full
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self.failure is not None or (self._only_full and not self.strict and has_empty(inputs)):
@@ -123,17 +123,6 @@ class WithFallback:
         """The program's own shortcut, if it has one."""
         make = getattr(self.program, "direct", None)
         return None if make is None or self._only_full else make(shapes)
-
-
-def with_fallback(
-    program: Program, origin: Origin, types: Sequence[ResultType | None], *, strict: bool = False
-) -> WithFallback:
-    """A program with PyTorch for calls that it refuses or fails at; without it if `strict`."""
-    in_pytorch = InPyTorch(origin)
-    if isinstance(program, GuardedProgram) and not strict:
-        program.otherwise = in_pytorch
-    fresh = isinstance(origin.engine, NetworkEngine)
-    return WithFallback(program, in_pytorch, origin.engine.name, types, fresh, origin, strict)
 
 
 class InPyTorch:
