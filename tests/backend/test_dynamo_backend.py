@@ -364,3 +364,16 @@ def test_the_example_in_the_documents_runs() -> None:
         {"intarsia_backend": intarsia_backend},
     )
     assert only().reason is None and only().programs == 1
+
+
+class Store(nn.Module):
+    def forward(self, cache: torch.Tensor, places: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return cache.index_copy(0, places, x) * 2
+
+
+def test_sizes_at_which_the_model_fails_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """A cache of two rows has no place 6. Graphs of torch.fx print such a traceback before they raise it."""
+    call = (torch.randn(8, 4), torch.tensor([6]), torch.ones(1, 4))
+    agree(compiled(Store(), {"engines": ["onnxruntime"]}, dynamic=True), Store(), *call)
+    assert "where PyTorch itself fails" in str(only())
+    assert "Traceback" not in capfd.readouterr().err

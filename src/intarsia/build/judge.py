@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class Judge:
         flat = pytree.tree_leaves((args, kwargs))
         with undisturbed(self.model) as value_of:
             began = time.perf_counter()
-            results = (self.model if function is None else function)(*args, **kwargs)
+            results = (function or self._run)(*args, **kwargs)
             seconds = time.perf_counter() - began
             leaves, structure = pytree.tree_flatten(open_objects(results))
             # A result may share memory with a buffer, which is restored.
@@ -129,6 +130,11 @@ class Judge:
         """The answer of the lowered graph, run in PyTorch."""
         with undisturbed(self.model):
             return tuple(lowered.module(*example_inputs(lowered, *copied_call(call))))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        # A graph prints the traceback before it raises (torch 2.13), also where a size is only tried.
+        is_graph = isinstance(self.model, fx.GraphModule)
+        return (partial(nn.Module.__call__, self.model) if is_graph else self.model)(*args, **kwargs)
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.named_buffers(remove_duplicate=False)
