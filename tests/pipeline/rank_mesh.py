@@ -102,7 +102,7 @@ def mesh_gradients():
     parts = split(model, (ids[:4],), stages=2, by="memory")
     for loss_fn, options in (
         (nn.CrossEntropyLoss(), {}),
-        (nn.CrossEntropyLoss(reduction="sum"), {"reduction": "sum"}),
+        (nn.CrossEntropyLoss(reduction="sum"), {}),
         (loss_of, {"loss_weight": "equal"}),
         (nn.CrossEntropyLoss(), {"uneven": True}),
     ):

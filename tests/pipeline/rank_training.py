@@ -104,6 +104,7 @@ def token_means():
         nn.CrossEntropyLoss(weight=weights),
         F.cross_entropy,
         functools.partial(F.cross_entropy, label_smoothing=0.1),
+        functools.partial(F.cross_entropy, reduction="sum"),
     ):
         model.zero_grad()
         plain = copy.deepcopy(model)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline import split
+from intarsia.pipeline.distributed.batch import divide
 from intarsia.pipeline.stages.trace import trace
 
 IDS = torch.randint(0, 64, (4, 12))
@@ -75,6 +76,23 @@ class Lookup(nn.Module):
 
     def forward(self, x, rows, table):
         return self.b(torch.tanh(self.a(x)) + table[rows])
+
+
+def test_inputs_of_different_numbers_of_samples_are_refused():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x, mask):
+            return self.second(self.first(x).relu()) * mask
+
+    stages = split(Masked(), (torch.randn(12, 3), torch.ones(12, 3)), stages=2, by="memory")
+    x, mask = torch.randn(12, 3), torch.ones(11, 3)
+    with pytest.raises(InputError, match="x has 12 samples, and mask 11"):
+        stages.gpipe(chunks=4)(x, mask)
+    with pytest.raises(InputError, match="x has 12 samples, and mask 11"):  # 3 a part, if one is a copy
+        divide(stages.signature, (x, mask), 4, torch.device("cpu"))
 
 
 def test_a_size_that_equals_the_batch_by_chance():

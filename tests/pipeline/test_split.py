@@ -157,6 +157,56 @@ def test_batch_length_stays_open_beside_a_double_starred_parameter():
     torch.testing.assert_close(result.logits, want.logits)
 
 
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, batch, added=None, *, scale=1.0, **more):
+        x = self.second(self.first(batch["x"]).relu() + batch["rest"][0])
+        return (x + added) * scale + sum(more.values())
+
+
+def test_an_example_with_one_tensor_in_several_places():
+    """As in `model(ids, labels=ids)`: torch.export would capture one input."""
+    model, x = TwoInputs(), torch.randn(4, 3)
+    batch = {"x": x, "rest": (x,)}
+    stages = split(model, (batch, x), {"noise": x}, stages=2, by="memory")
+    batch = {"x": torch.randn(5, 3), "rest": (torch.randn(5, 3),)}
+    added, noise = torch.randn(5, 3), torch.randn(5, 3)
+    torch.testing.assert_close(stages(batch, added, noise=noise), model(batch, added, noise=noise))
+
+
+def test_a_call_may_pass_its_arguments_in_another_way():
+    model, x = TwoInputs(), torch.randn(4, 3)
+    stages = split(model, ({"x": x, "rest": (x,)}, x), {"noise": x}, stages=2, by="memory")
+    pipe, y = stages.gpipe(chunks=2), torch.randn(6, 3)
+    other = {"rest": (y,), "x": y + 1}  # its keys are in another order
+    want = model(other, y, noise=y)
+    for run in (stages, pipe):
+        torch.testing.assert_close(run(noise=y, added=y, batch=other), want)
+        torch.testing.assert_close(run(other, y, noise=y, scale=1.0), want)
+        for args, more, words in [
+            (
+                (other, y),
+                {},
+                "has 2 positional arguments; the stages were cut for 2 .* and noise",
+            ),
+            ((other, y), {"noize": y}, "and noize; the stages were cut for 2 positional arguments and noise"),
+            ((other,), {"noise": y}, r"added is a NoneType; the stages were cut for added: float32"),
+            ((other, y), {"noise": y, "scale": 2.0}, r"scale is 2\.0; the stages were cut for its default"),
+            (
+                ({"x": y}, y),
+                {"noise": y},
+                r"batch has the keys \['x'\]; .* \['x', 'rest'\]",
+            ),
+            ((y, y), {"noise": y}, "batch is a tensor; the stages were cut for a dict of 2"),
+            (({"x": y, "rest": [y]}, y), {"noise": y}, r"batch\['rest'\] is a list of 1; .* a tuple of 1"),
+        ]:
+            with pytest.raises(InputError, match=words):
+                run(*args, **more)
+
+
 def test_a_batch_of_one_is_captured_as_one():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     x = torch.randn(1, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,22 @@ def test_refuses_other_inputs(call: Any, message: str) -> None:
     fast = compiled(Mlp(), torch.randn(3, 8))
     with pytest.raises(InputError, match=message):
         call(fast)
+
+
+class OfDict(nn.Module):
+    def forward(self, batch: dict[str, Any], **more: torch.Tensor) -> torch.Tensor:
+        return batch["x"] * 2 - batch["y"][0] + more["added"]
+
+
+def test_keys_of_a_dict_in_any_order() -> None:
+    x = torch.randn(3, 8)
+    fast = compiled(OfDict(), {"x": x, "y": (x + 1,)}, added=x)
+    batch = {"y": (torch.randn(3, 8),), "x": torch.randn(3, 8)}
+    want = OfDict()(batch, added=x)
+    for answer in (fast(batch, added=x), fast(added=x, batch=batch), fast(OrderedDict(batch), added=x)):
+        torch.testing.assert_close(answer, want)
+    with pytest.raises(InputError, match=r"batch\['y'\] is a tensor; compiled for a tuple of 1"):
+        fast({"x": x, "y": x}, added=x)
 
 
 def test_arguments_by_name_or_position() -> None:

@@ -129,7 +129,8 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
         if reason is None:
             try:
                 result = stamp(node, candidate.convert(ctx, tuple(args), dict(kwargs)))
-                ctx.notes += [f"{refusal}; the converter {candidate.name} takes it" for refusal in passed_over]
+                instead = f"the converter {candidate.name} takes it"
+                ctx.notes += [f"{refusal}; {instead}" for refusal in passed_over]
                 return result
             except IntarsiaError as error:
                 reason = str(error)

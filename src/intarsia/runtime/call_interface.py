@@ -6,17 +6,17 @@ Every call is checked against the structure, shapes, dtypes and devices it was c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from intarsia.capture.size_guards import check_guards, read_guards
-from intarsia.errors import InputError, count_text, range_text
+from intarsia.errors import InputError, range_text
 from intarsia.lower import Lowered
+from intarsia.runtime.call_form import children, is_same, leaves_of, shown
 
 if TYPE_CHECKING:
     import sympy
@@ -88,109 +88,7 @@ class CallInterface:
         """The call as a list, in the order of `checks`; InputError if its structure differs."""
         if self.plain_arguments == len(args) and not kwargs:
             return list(args)
-        spec = self.lowered.in_spec
-        positional, named = split_spec(spec)
-        if (len(args), set(kwargs)) != (positional, set(named)):
-            args, kwargs = self._rebind(args, kwargs, positional, named)
-        flat, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in named}))
-        if structure != spec:
-            raise InputError(self._difference(structure))
-        return flat
-
-    def _difference(self, structure: pytree.TreeSpec) -> str:
-        """How the structure of a call differs, at the first argument that does."""
-        (args, kwargs), (own_args, own_kwargs) = children(structure), children(self.lowered.in_spec)
-        parameters = [] if self.signature is None else list(self.signature.parameters.values())
-        names = [
-            p.name for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name not in kwargs.context
-        ]
-        pairs = enumerate(zip(children(args), children(own_args), strict=True))
-        named = [(names[place] if place < len(names) else str(place), *both) for place, both in pairs]
-        named += zip(kwargs.context, children(kwargs), children(own_kwargs), strict=True)
-        found = (_difference_of(f"argument {name}", one, own) for name, one, own in named)
-        return next(filter(None, found), f"the call has the structure {structure}")
-
-    def _rebind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], positional: int, named: list[str]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call, with arguments passed by position and by name as when compiled."""
-        expected = f"{positional} positional arguments" + (f" and {', '.join(named)}" if named else "")
-        if self.signature is not None:
-            try:
-                bound = dict(self.signature.bind(*args, **kwargs).arguments)
-            except TypeError as error:
-                raise InputError(f"the call does not fit the model: {error}") from error
-            bound = with_defaults(self.signature, bound, positional, named)
-            order = [name for name in self.signature.parameters if name in bound]
-            if len(order) == positional + len(named) and all(name in bound for name in named):
-                rest = [name for name in order if name not in named]
-                return tuple(bound[name] for name in rest), {name: bound[name] for name in named}
-        has = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
-        raise InputError(f"the call has {has}; compiled for {expected}")
-
-
-def with_defaults(
-    signature: inspect.Signature, bound: dict[str, Any], positional: int, named: Sequence[str]
-) -> dict[str, Any]:
-    """The arguments as compiled: with defaults for omitted ones, without others that repeat their default."""
-    plain = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    wanted = [*[p.name for p in plain if p.name not in named][:positional], *named]
-    filled = dict(bound)
-    for parameter in plain:
-        name, default = parameter.name, parameter.default
-        if default is parameter.empty:
-            continue
-        if name in wanted:
-            filled.setdefault(name, default)
-        elif name in bound and _is_same(bound[name], default):
-            del filled[name]
-        elif name in bound:
-            raise InputError(
-                f"argument {name} is {_shown(bound[name])}; compiled for its default, {default!r}"
-            )
-    return filled
-
-
-def _is_same(value: Any, default: Any) -> bool:
-    if value is default:
-        return True
-    if type(value) is type(default) is float:
-        return repr(value) == repr(default)  # -0.0 equals 0.0, and NaN does not equal itself
-    plain = (bool, int, float, str, bytes, tuple, torch.dtype, torch.device)
-    return isinstance(default, plain) and type(value) is type(default) and bool(value == default)
-
-
-def split_spec(spec: pytree.TreeSpec) -> tuple[int, list[str]]:
-    """The number of arguments passed by position, and the names of the others."""
-    args, kwargs = children(spec)
-    return len(children(args)), list(kwargs.context)
-
-
-def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """The structures one level below this one."""
-    method = getattr(spec, "children", None)  # torch 2.11 may have only the field `children_specs`
-    return list(method()) if callable(method) else list(spec.children_specs)
-
-
-def _difference_of(name: str, structure: pytree.TreeSpec, own: pytree.TreeSpec) -> str | None:
-    """Where one structure differs from the other, in a clause."""
-    parts, own_parts = children(structure), children(own)
-    if (structure.type, structure.context, len(parts)) != (own.type, own.context, len(own_parts)):
-        return f"{name} is {_form(structure)}; compiled for {_form(own)}"
-    keys = structure.context if isinstance(structure.context, list) else range(len(parts))
-    triples = zip(keys, parts, own_parts, strict=True)
-    return next(filter(None, (_difference_of(f"{name}[{key!r}]", *both) for key, *both in triples)), None)
-
-
-def _form(structure: pytree.TreeSpec) -> str:
-    """What a value is, without its content."""
-    if structure.is_leaf():
-        return "one value"
-    keys, count = structure.context, len(children(structure))
-    content = (
-        f"the keys {', '.join(map(repr, keys))}" if isinstance(keys, list) else count_text(count, "value")
-    )
-    return f"a {structure.type.__name__} with {content}" if count else f"an empty {structure.type.__name__}"
+        return leaves_of(args, kwargs, self.lowered.in_spec, self.signature)
 
 
 FixedInput = tuple[torch.dtype, torch.Size, torch.device]
@@ -241,7 +139,7 @@ def check_inputs(checks: tuple[Check, ...], flat: list[Any], ranges: Mapping[Any
             if isinstance(check, ConstantCheck):
                 _check_constant(check, value)
             elif type(value) is not int:
-                raise InputError(f"input {check.name} must be an integer, not {_shown(value)}")
+                raise InputError(f"input {check.name} must be an integer, not {shown(value)}")
             continue
         if value.__class__ is not torch.Tensor and not isinstance(value, torch.Tensor):
             raise InputError(f"input {check.name} must be a tensor, not a {type(value).__name__}")
@@ -270,15 +168,11 @@ def check_inputs(checks: tuple[Check, ...], flat: list[Any], ranges: Mapping[Any
 
 def _check_constant(check: ConstantCheck, value: Any) -> None:
     is_alike = type(value) is type(check.value)
-    if _is_same(value, check.value) or (is_alike and type(value) is not float and value == check.value):
+    if is_same(value, check.value) or (is_alike and type(value) is not float and value == check.value):
         return
     varies = is_alike and type(value) is int
     advice = "; to let it vary, compile with dynamic_shapes that has Dim.DYNAMIC for it" if varies else ""
-    raise InputError(f"input {check.name} is {_shown(value)}; compiled for {check.value!r}{advice}")
-
-
-def _shown(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+    raise InputError(f"input {check.name} is {shown(value)}; compiled for {check.value!r}{advice}")
 
 
 def _bind(

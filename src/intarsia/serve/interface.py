@@ -22,7 +22,8 @@ from intarsia.capture.output_objects import Opened, open_objects
 from intarsia.errors import InputError
 from intarsia.lower.lowered import Role
 from intarsia.runtime import Compiled
-from intarsia.runtime.call_interface import ConstantCheck, IntegerCheck, TensorCheck, children
+from intarsia.runtime.call_form import children
+from intarsia.runtime.call_interface import ConstantCheck, IntegerCheck, TensorCheck
 
 Tensors = dict[str, torch.Tensor]
 

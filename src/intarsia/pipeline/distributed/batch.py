@@ -39,6 +39,7 @@ def divide(
     samples than the graph allows, the last sample is repeated. The outputs for the copies are removed before
     the loss.
     """
+    signature.samples(tensors)  # all have the same number: a shorter one would be filled up with copies
     parts, ready, samples = [], [], 0
     for spec, tensor in zip(signature.tensors, tensors, strict=True):
         axis = signature.axis(spec)

@@ -31,6 +31,7 @@ NOT_SCALED = -1.0  # the scale of a rank that trains without a scaler
 
 # Losses that average over the samples, or tokens, whose target is not `ignore_index`.
 _TOKEN_MEANS = {F.cross_entropy, F.nll_loss}
+_TOKEN_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 # Losses that average over all elements of their target.
 _ELEMENT_MEANS = {
     F.mse_loss,
@@ -58,7 +59,11 @@ class MicrobatchLoss:
     of the whole batch after the step.
     """
 
-    def __init__(self, loss_fn: Loss, weight: LossWeight | None, reduction: Reduction, check: bool) -> None:
+    def __init__(
+        self, loss_fn: Loss, weight: LossWeight | None, reduction: Reduction | None, check: bool
+    ) -> None:
+        if reduction is None:
+            reduction = "sum" if _stated(loss_fn)[1].get("reduction") == "sum" else "mean"
         if reduction not in ("mean", "sum"):
             raise PartitionError(f"reduction={reduction!r} is neither 'mean' nor 'sum'")
         if weight is not None and weight != "equal" and not callable(weight):
@@ -157,16 +162,9 @@ def token_count(loss_fn: Loss, target: Any) -> float | None:
     >>> token_count(nn.CrossEntropyLoss(), torch.tensor([1, -100, 2]))
     2.0
     """
-    options: dict[str, Any] = {}
-    function: Any = loss_fn
-    if isinstance(function, functools.partial) and not function.args:
-        function, options = function.func, dict(function.keywords)
+    function, options = _stated(loss_fn)
     by_element = function in _ELEMENT_MEANS or type(function) in _ELEMENT_MEANS
-    if isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
-        options = {n: getattr(function, n) for n in ("weight", "ignore_index", "reduction")}
-    elif by_element:
-        options = {"reduction": getattr(function, "reduction", "mean")} | options
-    elif function not in _TOKEN_MEANS:
+    if not by_element and function not in _TOKEN_MEANS and not isinstance(function, _TOKEN_MODULES):
         return None
     if options.get("reduction", "mean") != "mean" or not isinstance(target, Tensor):
         return None
@@ -178,6 +176,14 @@ def token_count(loss_fn: Loss, target: Any) -> float | None:
     if (weight := options.get("weight")) is not None:
         return float(weight[target[counted]].sum())
     return float(counted.sum())
+
+
+def _stated(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
+    """The function or module of a loss, and the options in it that decide what it averages over."""
+    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+        return loss_fn.func, dict(loss_fn.keywords)
+    names = ("weight", "ignore_index", "reduction") if isinstance(loss_fn, nn.Module) else ()
+    return loss_fn, {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
 
 
 def _zero(output: Any) -> Tensor:

@@ -24,7 +24,7 @@ class DistributedKeywords(TypedDict, total=False):
 
     loss_fn: Loss | None
     loss_weight: LossWeight | None
-    reduction: Reduction
+    reduction: Reduction | None
     check_loss: bool
     deferred_batch_norm: bool
     checkpoint: bool | Collection[int | str]
@@ -46,7 +46,8 @@ class DistributedOptions:
         loss_fn: called with the model's answer and the target of a micro-batch.
         loss_weight: a function from the target of a micro-batch to the number of elements (such as tokens)
             that its loss averages over, or "equal". See `MicrobatchLoss` for losses that do not need it.
-        reduction: whether the loss of a batch is the mean or the sum over its micro-batches.
+        reduction: whether the loss of a batch is the mean or the sum over its micro-batches; by default, as
+            `loss_fn` states (`nn.CrossEntropyLoss(reduction="sum")`), or else the mean.
         check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
         deferred_batch_norm: whether the running statistics of batch norms are those of the whole batch. By
             default, every micro-batch changes them. Each micro-batch is normalized by its own statistics.
@@ -75,7 +76,7 @@ class DistributedOptions:
 
     loss_fn: Loss | None = None
     loss_weight: LossWeight | None = None
-    reduction: Reduction = "mean"
+    reduction: Reduction | None = None
     check_loss: bool = True
     deferred_batch_norm: bool = False
     checkpoint: bool | Collection[int | str] = False

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from intarsia.capture.example import distinct_inputs
 from intarsia.capture.export_context import kept_messages, keywords_named, short_stack_traces
 from intarsia.capture.output_objects import opening
 from intarsia.capture.protect import kept_random_state
@@ -90,6 +91,7 @@ def export_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes, dynamic_shapes: Any
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
     """The exported model, with a dynamic batch or `dynamic_shapes`; and the modules that it checkpoints."""
+    args, kwargs = distinct_inputs(model, args, kwargs)
     shapes = _open_batch(model, args, kwargs, axes) if dynamic_shapes is None else dynamic_shapes
     # If the model fixes the batch length, it is exported with that length.
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:

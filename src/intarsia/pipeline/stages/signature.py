@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError, range_text
 from intarsia.pipeline.gpipe.effects import trial
+from intarsia.runtime.call_form import leaves_of
 
 Dim = int | str  # a fixed length, or the name of a dynamic length
 
@@ -94,7 +95,6 @@ class CallSignature:
 
     inputs: tuple[TensorSpec | Fixed, ...]
     in_spec: pytree.TreeSpec
-    keywords: tuple[str, ...]  # the keyword arguments, in the order of the example
     out_spec: pytree.TreeSpec
     outputs: tuple[TensorSpec | Fixed, ...]
     batch: Dim | None  # the length that is divided into micro-batches
@@ -102,6 +102,7 @@ class CallSignature:
     example: Mapping[str, int]  # the lengths of the example
     axes: Mapping[str, int | None] = field(default_factory=dict)  # the batch axis of each input, by name
     same: Mapping[str, str] = field(default_factory=dict)  # lengths that are always equal to another one
+    forward: inspect.Signature | None = None  # of the model
     mixes: str = ""  # why samples depend on each other; empty if they do not
 
     @property
@@ -120,15 +121,18 @@ class CallSignature:
         return [self.axis(s) for s in self.tensors]
 
     def samples(self, tensors: Sequence[torch.Tensor]) -> int:
-        """The samples of a call; 1 if no tensor is divided."""
-        pairs = zip(tensors, self.tensor_axes, strict=True)
-        return next((t.shape[axis] for t, axis in pairs if axis is not None), 1)
+        """The samples of a call; 1 if no tensor is divided. Raises InputError if tensors disagree."""
+        triples = zip(self.tensors, tensors, self.tensor_axes, strict=True)
+        counts = {spec.name: t.shape[axis] for spec, t, axis in triples if axis is not None}
+        first = next(iter(counts), "")
+        for name, count in counts.items():
+            if count != counts[first]:
+                raise InputError(f"{first} has {counts[first]} samples, and {name} {count}")
+        return counts.get(first, 1)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[torch.Tensor]:
         """The tensors of a call, in order. Raises InputError for a call of another form."""
-        leaves, spec = pytree.tree_flatten((tuple(args), self._ordered(kwargs or {})))
-        if spec != self.in_spec:
-            raise InputError(f"the stages were cut for a call of form {self.in_spec}, not {spec}")
+        leaves = leaves_of(args, kwargs or {}, self.in_spec, self.forward, "the stages were cut")
         tensors = []
         for leaf, entry in zip(leaves, self.inputs, strict=True):
             if isinstance(entry, TensorSpec):
@@ -180,10 +184,6 @@ class CallSignature:
         """Raise `PartitionError` if a batch cannot be divided into micro-batches."""
         if self.mixes:
             raise PartitionError(f"the batch cannot be divided into micro-batches: {self.mixes}")
-
-    def _ordered(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        ordered = {name: kwargs[name] for name in self.keywords if name in kwargs}
-        return ordered | {name: value for name, value in kwargs.items() if name not in ordered}
 
     def _bind(self, lengths: dict[str, int], dim: str, size: int, spec: TensorSpec) -> None:
         low, high = self.ranges.get(dim, (0, 2**62))

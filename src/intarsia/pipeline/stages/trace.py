@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,7 +155,7 @@ def trace(
             raise CaptureError(f"the graph reads {spec.target!r}, a {spec.kind.name.lower()}")
     axes = _checked_axes(model, args, kwargs, axes, stated, entries)
     same = _same_symbols(entries, axes)
-    signature = _signature(program, entries, args, kwargs, axes, same)
+    signature = _signature(model, program, entries, args, kwargs, axes, same)
     return Trace(
         program.graph,
         program.graph_module,
@@ -232,6 +233,7 @@ def _state(
 
 
 def _signature(
+    model: nn.Module,
     program: ExportedProgram,
     entries: Sequence[TensorSpec | Fixed],
     args: Sequence[Any],
@@ -276,7 +278,6 @@ def _signature(
     return CallSignature(
         inputs=tuple(inputs),
         in_spec=in_spec,
-        keywords=tuple(kwargs),
         out_spec=out_spec,
         outputs=tuple(outputs),
         batch=batch,
@@ -284,4 +285,5 @@ def _signature(
         example=example,
         axes={e.name: axis for e, axis in zip(entries, axes, strict=True) if isinstance(e, TensorSpec)},
         same={str(alias): str(symbol) for alias, symbol in same.items()},
+        forward=inspect.signature(model.forward),
     )

@@ -281,13 +281,13 @@ def _signature(
     return CallSignature(
         inputs=inputs,
         in_spec=in_spec,
-        keywords=tuple(kwargs),
         out_spec=out_spec,
         outputs=outputs,
         batch="batch" if batch >= 0 else None,
         ranges={},
         example={"batch": batch},
         axes=dict(zip(names, axes, strict=True)),
+        forward=inspect.signature(model.forward),
     )
 
 
