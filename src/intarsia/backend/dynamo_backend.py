@@ -12,7 +12,8 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -313,14 +314,14 @@ class GraphReport:
 
     number: int
     where: str
-    nodes: int = 0
-    on_engines: int = 0
-    engines: tuple[str, ...] = ()
-    programs: int = 0
-    sizes_vary: bool = False
-    reason: str | None = None
-    plan: str = ""
-    notes: tuple[str, ...] = ()
+    nodes: int = field(default=0, init=False)
+    on_engines: int = field(default=0, init=False)
+    engines: tuple[str, ...] = field(default=(), init=False)
+    programs: int = field(default=0, init=False)
+    sizes_vary: bool = field(default=False, init=False)
+    reason: str | None = field(default=None, init=False)
+    plan: str = field(default="", init=False)
+    notes: tuple[str, ...] = field(default=(), init=False)
 
     @property
     def share(self) -> float:
@@ -355,7 +356,7 @@ def reports(*, clear: bool = False) -> tuple[GraphReport, ...]:
 
     With `clear`, they are deleted afterwards. The last thousand graphs of the process have reports.
     """
-    reports = tuple(map(replace, _reports))  # copies, which later compiles do not change
+    reports = tuple(map(copy, _reports))  # copies, which later compiles do not change
     if clear:
         _reports.clear()
     return reports

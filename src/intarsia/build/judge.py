@@ -31,7 +31,6 @@ from intarsia.lower import Lowered, Role
 from intarsia.lower.decompositions import decomposition_table, keeping_whole
 from intarsia.lower.integers import other_values
 from intarsia.lower.lowered import example_inputs
-from intarsia.lower.result_memory import Order
 from intarsia.lower.size_examples import corners
 from intarsia.partition.table import PYTORCH
 from intarsia.rounding import Rounding
@@ -299,21 +298,17 @@ def examples_of(
 
 
 def with_layouts_of(judge: Judge, lowered: Lowered, examples: Sequence[Example]) -> Lowered:
-    """The graph, whose results have the memory layouts of the model's own.
-
-    Those of a captured program come from fake tensors, which do not follow every kernel: an eager convolution
-    of a slice of a tensor in channels_last returns rows on x86 (torch 2.13), as in SegFormer.
-    """
-    layouts, truth = lowered.layouts, examples[0].truth if examples else None
-    orders = layouts.orders if truth is None else layouts.orders_of(truth.leaves)
-    if orders == layouts.orders:
+    """The graph, whose results have the memory layouts of the model's own."""
+    truth = examples[0].truth if examples else None
+    if truth is None:
         return lowered
-    others: tuple[Order | None, ...] = ()
-    if layouts.others:
-        flat, structure = pytree.tree_flatten(examples[0].call)
-        swapped = judge.answer_if_any(pytree.tree_unflatten(layouts.swapped(flat), structure))
-        others = () if swapped is None else layouts.orders_of(swapped.leaves)
-    return replace(lowered, layouts=replace(layouts, orders=orders, others=others))
+
+    def results(call: Call) -> list[Any] | None:
+        answer = judge.answer_if_any(call)
+        return None if answer is None else answer.leaves
+
+    layouts = lowered.layouts.as_returned(truth.leaves, examples[0].call, results)
+    return lowered if layouts is lowered.layouts else replace(lowered, layouts=layouts)
 
 
 def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> list[Example]:

@@ -210,10 +210,9 @@ class CompileJob:
             effects = tuple(settled(seen, self._module, call))
             examples, unverified = [Example(call, example_inputs(lowered, *call))], list[str]()
         else:
-            lowered, call = self._lowered()
-            own, truth = self.request.call, captured.truth
-            examples, unverified = examples_of(captured.judge, lowered, call, own, truth)
-            lowered = with_layouts_of(captured.judge, lowered, examples)
+            judge, (lowered, call) = captured.judge, self._lowered()
+            examples, unverified = examples_of(judge, lowered, call, self.request.call, captured.truth)
+            lowered = with_layouts_of(judge, lowered, examples)
         notes = (*self.request.notes, *(effect.text for effect in effects), *unverified)
         differences = tuple(effect.text for effect in effects if effect.follows == "warning")
         return LoweredModel(lowered, examples, notes, differences=differences)

@@ -10,8 +10,8 @@ reports that. A loaded module has no model and returns copies of weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
 
 from intarsia.lower.purity import alias_of, changes, may_copy, written_arguments
 
@@ -211,7 +212,22 @@ class Layouts:
         same = {has_channels_last(flat[place]) == last for place, last in self.images}
         return None if len(same) > 1 else same != {False}
 
-    def orders_of(self, results: Sequence[Any]) -> tuple[Order | None, ...]:
+    def as_returned(
+        self, results: Sequence[Any], call: Any, answer: Callable[[Any], Sequence[Any] | None]
+    ) -> Layouts:
+        """The layouts of what the model returned for a call; `answer` runs the model.
+
+        Those of a captured program come from fake tensors, which do not follow every kernel: an eager
+        convolution of a slice of a tensor in channels_last returns rows on x86 (torch 2.13), as in SegFormer.
+        """
+        orders = self._orders_of(results)
+        if orders == self.orders:
+            return self
+        flat, structure = pytree.tree_flatten(call)
+        other = answer(pytree.tree_unflatten(self.swapped(flat), structure)) if self.others else None
+        return replace(self, orders=orders, others=() if other is None else self._orders_of(other))
+
+    def _orders_of(self, results: Sequence[Any]) -> tuple[Order | None, ...]:
         """The orders of results that the model returned, where the graph has an order."""
         pairs = zip(results, self.orders, strict=False)
         return tuple(None if order is None else layout_of(result) for result, order in pairs)
