@@ -292,12 +292,12 @@ class Network(EditableGraph):
         copy = Network.of(self.graph.clone())
         for layer in filter(is_old, list(copy.get_layers())):
             (old,) = layer.get_outputs()
-            name = old.name
+            name, shape = old.name, old.value.shape
             with net_guard(copy), copy.before(layer):
                 new = new_result(layer)
             copy.replace_all_uses(old, new)
             copy.remove(layer)
-            new.value.name = name
+            new.value.name, new.value.shape = name, shape
         copy.drop_unused_constants()
         return copy
 
