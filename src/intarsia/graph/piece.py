@@ -89,7 +89,7 @@ def _epilogue(gm: fx.GraphModule, border: Border) -> Piece | None:
 # Cutting a line: places by name, plans from places, and places from plans.
 
 
-def plan_at(line: Line, places: Sequence[int], strategy: str = "cuts", engine: str = PYTORCH) -> Plan:
+def plan_at(line: Line, places: Sequence[int]) -> Plan:
     """The plan whose segments are the parts between `places`."""
     line.check(places)
     bounds = [0, *places, len(line.nodes)]
@@ -103,10 +103,10 @@ def plan_at(line: Line, places: Sequence[int], strategy: str = "cuts", engine: s
         for number in others:
             again[number].append(node)
     segments = [
-        Segment(engine, tuple(sorted(part, key=line.index.__getitem__)), False, {}, tuple(more))
+        Segment(PYTORCH, tuple(sorted(part, key=line.index.__getitem__)), False, {}, tuple(more))
         for part, more in zip(parts, again, strict=True)
     ]
-    return Plan(tuple(segments), strategy)
+    return Plan(tuple(segments), "cuts")
 
 
 def pieces_at(gm: fx.GraphModule, line: Line, places: Sequence[int]) -> list[Piece]:

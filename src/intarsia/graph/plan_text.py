@@ -266,12 +266,9 @@ class SegmentShapes:
     bytes_out: int
 
 
-def segment_shapes(
-    edges: Sequence[Border], bounds: Mapping[Any, tuple[int, int]] | None = None
-) -> list[SegmentShapes]:
+def segment_shapes(edges: Sequence[Border]) -> list[SegmentShapes]:
     """The shapes at every border, from the graph's fake tensors.
 
-    `bounds` narrows the ranges of symbols, such as by an exported program's constraints.
     Example:
         >>> import intarsia
         >>> fast = intarsia.compile(torch.nn.ReLU(), (torch.ones(2, 3),), engines="pytorch")
@@ -282,8 +279,8 @@ def segment_shapes(
     """
     return [
         SegmentShapes(
-            tuple(value_shape(node, bounds) for node in border.inputs),
-            tuple(value_shape(node, bounds) for node in border.outputs),
+            tuple(value_shape(node) for node in border.inputs),
+            tuple(value_shape(node) for node in border.outputs),
             total_bytes(node for node in border.inputs if node.op != "placeholder"),
             total_bytes(border.outputs),
         )
@@ -291,7 +288,7 @@ def segment_shapes(
     ]
 
 
-def value_shape(node: fx.Node, bounds: Mapping[Any, tuple[int, int]] | None = None) -> ValueShape:
+def value_shape(node: fx.Node) -> ValueShape:
     """The shape of a node's value."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -299,6 +296,6 @@ def value_shape(node: fx.Node, bounds: Mapping[Any, tuple[int, int]] | None = No
         return ValueShape(node.name, kind, (), {}, 0)
     shape: tuple[Any, ...] = tuple(value.shape)  # the stubs know no SymInt here
     sizes = tuple(size if isinstance(size, int) else str(size.node.expr) for size in shape)
-    ranges = {str(s.node.expr): size_range(s, bounds) for s in shape if isinstance(s, torch.SymInt)}
+    ranges = {str(s.node.expr): size_range(s) for s in shape if isinstance(s, torch.SymInt)}
     dtype = str(value.dtype).removeprefix("torch.")
     return ValueShape(node.name, dtype, sizes, ranges, bytes_of(value))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,27 +44,24 @@ def input_symbols(graph: fx.Graph) -> dict[Any, tuple[fx.Node, int]]:
     return symbols_of(node for node in graph.nodes if node.op == "placeholder")
 
 
-def size_range(size: Any, bounds: Mapping[Any, tuple[int, int]] | None = None) -> Range:
+def size_range(size: Any) -> Range:
     """The smallest and the largest value of a size."""
     if not isinstance(size, torch.SymInt):
         return (int(size), int(size))
-    expression = size.node.expr
-    if bounds and expression in bounds:
-        return bounds[expression]
     # Only the shape environment knows the bound of an expression, without a public API (torch 2.13).
     bound_of = getattr(getattr(size.node, "shape_env", None), "bound_sympy", None)
     if bound_of is None:
         return (0, None)
-    bound = bound_of(expression)
+    bound = bound_of(size.node.expr)
     return (_number(bound.lower) or 0, _number(bound.upper))
 
 
-def size_hint(size: Any, default: int = 1) -> int:
-    """A size as a number: for a symbolic one its value in the example, or else `default`."""
+def size_hint(size: Any) -> int:
+    """A size as a number: for a symbolic one its value in the example, or 1 if it has none."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     hint = getattr(size.node, "hint", None)
-    return int(hint) if isinstance(hint, int) else default
+    return int(hint) if isinstance(hint, int) else 1
 
 
 def bytes_of(value: object) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -284,6 +284,22 @@ class Network(EditableGraph):
     def replace_use(self, layer: Layer, index: int, new: Tensor) -> None:
         """Replace one input of a layer; NetworkError if that makes a cycle."""
         replace_input(self, layer.node, index, new.value)
+
+    def with_replaced(
+        self, is_old: Callable[[Layer], bool], new_result: Callable[[Layer], Tensor]
+    ) -> Network:
+        """A copy in which other layers compute what some of one output did; tensors keep their names."""
+        copy = Network.of(self.graph.clone())
+        for layer in filter(is_old, list(copy.get_layers())):
+            (old,) = layer.get_outputs()
+            name, shape = old.name, old.value.shape
+            with net_guard(copy), copy.before(layer):
+                new = new_result(layer)
+            copy.replace_all_uses(old, new)
+            copy.remove(layer)
+            new.value.name, new.value.shape = name, shape
+        copy.drop_unused_constants()
+        return copy
 
     def to_dot(self, path: str | os.PathLike[str] | None = None) -> str:
         """The network as a Graphviz drawing, written to `path` if one is given."""

@@ -35,16 +35,13 @@ prims = torch.ops.prims
 Layer = Callable[..., Tensor]
 
 
-def reduced(
-    ctx: Context, x: Tensor, dim: Any, keepdim: bool, layer: Layer, empty: float, output: int | None = None
-) -> Tensor:
+def reduced(ctx: Context, x: Tensor, dim: Any, keepdim: bool, layer: Layer, empty: float) -> Tensor:
     """`layer` over dimensions, in a dtype wide enough, cast to the dtype of the result."""
-    value = ctx.value if output is None else ctx.value[output]
     if is_empty(x):
-        return filled(ctx, empty, output)
+        return filled(ctx, empty)
     axes = axes_of(dim, x.ndim)
     result = layer(x, axes, keepdims=keepdim) if axes else x
-    return F.cast(result, value.dtype)
+    return F.cast(result, ctx.dtype)
 
 
 def _sum(ctx: Context, operand: Tensor) -> Layer:

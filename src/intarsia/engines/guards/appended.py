@@ -1,4 +1,4 @@
-"""Nodes appended to an ONNX model: the layers that another one is made of, and checks of guards."""
+"""Nodes appended to an ONNX model: the checks of guards."""
 
 from __future__ import annotations
 
@@ -14,22 +14,17 @@ Operand = str | float | int | np.ndarray[Any, Any]  # the name of a tensor, or t
 
 
 class AppendedNodes:
-    """Appends nodes and constants to a model, each under a new name that begins with `prefix`.
+    """Appends nodes and constants to a model, each under a new name that begins with `prefix`."""
 
-    `nodes` is where they go, the graph's own by default.
-    """
-
-    def __init__(self, graph: Any, prefix: str, nodes: Any = None) -> None:
+    def __init__(self, graph: Any, prefix: str) -> None:
         self._graph: Any = graph
-        self._nodes: Any = graph.node if nodes is None else nodes
         self._prefix: str = prefix
         self._count: int = 0
 
-    def add(self, kind: str, *inputs: Operand, last: bool = False, **attributes: Any) -> str:
-        """The name of a node's result, the `last` of which is the prefix itself."""
-        operands = [x if isinstance(x, str) else self._constant(x) for x in inputs]
-        name = self._prefix if last else self._name()
-        self._nodes.append(helper.make_node(kind, operands, [name], **attributes))
+    def add(self, kind: str, *inputs: Operand, **attributes: Any) -> str:
+        """The name of a node's result."""
+        operands, name = [x if isinstance(x, str) else self._constant(x) for x in inputs], self._name()
+        self._graph.node.append(helper.make_node(kind, operands, [name], **attributes))
         return name
 
     def _constant(self, values: float | int | np.ndarray[Any, Any]) -> str:

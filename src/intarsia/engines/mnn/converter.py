@@ -6,137 +6,109 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import TensorProto, helper
 
 from intarsia.engines.base import Arrays
-from intarsia.engines.guards.appended import AppendedNodes
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.mnn.layers import add_checks, planned, spread_choices, spreads_both
 from intarsia.engines.mnn.program import array_of, load_module, variable
 from intarsia.errors import EngineError
-from intarsia.network import Layer, Network
+from intarsia.network import Layer, Network, Tensor
+from intarsia.network import functional as F
 from intarsia.network.ops import COMPARES
 from intarsia.network.serialize import to_proto
 
 
-def written_out(net: Network, proto: Any) -> None:
-    """Replace the layers that MNN's converter does not read, or shortens, by smaller ones.
+def written_out(net: Network) -> Network:
+    """A copy whose layers MNN's converter reads, and does not shorten."""
+    return net.with_replaced(lambda layer: layer.kind in _WRITTEN, lambda layer: _WRITTEN[layer.kind](layer))
 
-    It computes GELU by tanh, off by 2e-4 of the largest result, also where it finds the error function of a
-    quotient; it leaves a product alone.
+
+def _gelu(layer: Layer) -> Tensor:
+    """MNN computes GELU by tanh, off by 2e-4 of the largest result, also where it finds the error function of
+    a quotient; it leaves a product alone.
     """
-    layers = {layer.get_outputs()[0].name: layer for layer in net.get_layers()}
-    nodes: list[Any] = []
-    for node in proto.graph.node:
-        writer = AppendedNodes(proto.graph, node.output[0], nodes)
-        if node.op_type == "Gelu":
-            attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-            _gelu(writer, node, attributes.get("approximate", b"none") == b"tanh")
-        elif node.op_type == "Attention":
-            _attend(writer, node, layers[node.output[0]])
-        elif node.op_type == "Cast" and _target(node) == TensorProto.BOOL:
-            _truth(writer, layers[node.output[0]])
-        elif node.op_type in COMPARES:
-            _compare(writer, node, layers[node.output[0]])
-        elif node.op_type == "Where":
-            _choose(writer, node, layers[node.output[0]])
-        elif node.op_type == "Gather":
-            _gather(writer, node, layers[node.output[0]])
-        else:
-            nodes.append(node)
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
-
-
-def _target(node: Any) -> int:
-    return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
-
-
-def _gelu(writer: AppendedNodes, node: Any, by_tanh: bool) -> None:
-    add, x = writer.add, node.input[0]
-    if by_tanh:
-        cube = add("Mul", add("Mul", x, x), x)
-        inner = add("Mul", add("Add", x, add("Mul", cube, 0.044715)), float(np.sqrt(2 / np.pi)))
-        gate = add("Tanh", inner)
+    (x,) = _operands(layer)
+    if layer.attribute("approximate", "none") == "tanh":
+        gate = F.tanh((x + x * x * x * 0.044715) * math.sqrt(2 / math.pi))
     else:
-        gate = add("Erf", add("Mul", x, float(np.sqrt(0.5))))
-    add("Mul", add("Mul", x, 0.5), add("Add", gate, 1.0), last=True)
+        gate = F.erf(x * math.sqrt(0.5))
+    return x * 0.5 * (gate + 1.0)
 
 
-def _truth(writer: AppendedNodes, layer: Layer) -> None:
+def _cast(layer: Layer) -> Tensor:
     """MNN keeps the numbers that it casts to truth values."""
-    x = layer.get_inputs(0)[0]
-    assert x is not None
-    is_float = x.dtype == ir.DataType.FLOAT
-    if is_float:  # Equal compares bits, and those of -0.0 are not those of 0.0
-        is_zero = writer.add(
-            "And", writer.add("GreaterOrEqual", x.name, 0.0), writer.add("LessOrEqual", x.name, 0.0)
-        )
-    else:
-        is_zero = writer.add("Equal", x.name, 0)
-    writer.add("Not", is_zero, last=True)
+    (x,), to = _operands(layer), layer.get_outputs(0)[0].dtype
+    if to != ir.DataType.BOOL:
+        return F.op("Cast", x, to=to)
+    if x.dtype != ir.DataType.FLOAT:
+        return F.logical_not(F.equal(x, 0))
+    # Equal compares bits, and those of -0.0 are not those of 0.0.
+    return F.logical_not(F.logical_and(F.greater_equal(x, 0.0), F.less_equal(x, 0.0)))
 
 
-def _compare(writer: AppendedNodes, node: Any, layer: Layer) -> None:
+def _compare(layer: Layer) -> Tensor:
     """MNN's Less and Equal compare the bits of floats: wrong for two negative ones, and for both zeros."""
-    one, other = node.input
+    one, other = _operands(layer)
     if spreads_both(layer):
-        one = writer.add("Expand", one, _sizes(layer))
-    x = layer.get_inputs(0)[0]
-    assert x is not None
-    if node.op_type == "Less":
-        writer.add("Greater", other, one, last=True)
-    elif node.op_type == "Equal" and x.dtype == ir.DataType.FLOAT:
-        least, most = writer.add("GreaterOrEqual", one, other), writer.add("GreaterOrEqual", other, one)
-        writer.add("And", least, most, last=True)
-    else:
-        writer.add(node.op_type, one, other, last=True)
+        one = F.expand(one, _sizes(layer))
+    if layer.kind == "Less":
+        return F.greater(other, one)
+    if layer.kind == "Equal" and one.dtype == ir.DataType.FLOAT:
+        return F.logical_and(F.greater_equal(one, other), F.greater_equal(other, one))
+    return F.op(layer.kind, one, other)
 
 
-def _choose(writer: AppendedNodes, node: Any, layer: Layer) -> None:
-    operands = list(node.input)
+def _choose(layer: Layer) -> Tensor:
+    operands = _operands(layer)
     for place in spread_choices(layer):
-        operands[place] = writer.add("Expand", operands[place], _sizes(layer))
-    writer.add("Where", *operands, last=True)
+        operands[place] = F.expand(operands[place], _sizes(layer))
+    return F.op("Where", *operands)
 
 
-def _sizes(layer: Layer) -> np.ndarray[Any, Any]:
-    return np.array([int(size or 0) for size in layer.get_outputs(0)[0].shape])
-
-
-def _gather(writer: AppendedNodes, node: Any, layer: Layer) -> None:
+def _gather(layer: Layer) -> Tensor:
     """MNN reads memory at any index, and a guard of a computed index is checked only afterwards."""
-    data, indices = layer.get_inputs(0, 1)
-    assert data is not None and indices is not None
-    axis = layer.attribute("axis", 0)
-    name = indices.name
+    (data, indices), axis = _operands(layer), layer.attribute("axis", 0)
     if indices.constant is None:
         size = int(data.shape[axis] or 0)
-        name = writer.add("Min", writer.add("Max", name, -size), size - 1)
-    writer.add("Gather", node.input[0], name, axis=axis, last=True)
+        indices = F.minimum(F.maximum(indices, -size), size - 1)
+    return F.gather(data, indices, axis)
 
 
-def _attend(writer: AppendedNodes, node: Any, layer: Layer) -> None:
-    add = writer.add
-    q, k, v, *mask = node.input
-    scores = add("MatMul", add("Mul", q, _scale(layer)), add("Transpose", k, perm=[0, 1, 3, 2]))
+def _attend(layer: Layer) -> Tensor:
+    q, k, v, *mask = _operands(layer)
+    scale = float(layer.attribute("scale", None) or 1.0 / math.sqrt(int(q.shape[3] or 1)))
+    scores = F.matmul(q * scale, F.transpose(k, [0, 1, 3, 2]))
     if layer.attribute("is_causal", 0):
-        queries, keys = (int(x.shape[2] or 0) for x in layer.get_inputs(0, 1) if x is not None)
-        scores = add("Add", scores, np.triu(np.full((queries, keys), -np.inf, np.float32), 1))
-    if mask and mask[0]:
-        allowed = layer.get_inputs(3)[0]
-        assert allowed is not None
-        if allowed.dtype == ir.DataType.BOOL:
-            scores = add("Where", mask[0], scores, -math.inf)
-        else:
-            scores = add("Add", scores, mask[0])
-    add("MatMul", add("Softmax", scores, axis=-1), v, last=True)
+        lengths = [int(x.shape[2] or 0) for x in (q, k)]
+        scores = scores + F.constant(np.triu(np.full(lengths, -np.inf, np.float32), 1))
+    for allowed in mask:
+        is_truth = allowed.dtype == ir.DataType.BOOL
+        scores = F.where(allowed, scores, -math.inf) if is_truth else scores + allowed
+    return F.matmul(F.softmax(scores), v)
+
+
+def _operands(layer: Layer) -> list[Tensor]:
+    return [tensor for tensor in layer.get_inputs() if tensor is not None]
+
+
+def _sizes(layer: Layer) -> list[int]:
+    return [int(size or 0) for size in layer.get_outputs(0)[0].shape]
+
+
+_WRITTEN: dict[str, Callable[[Layer], Tensor]] = {
+    "Attention": _attend,
+    "Cast": _cast,
+    "Gather": _gather,
+    "Gelu": _gelu,
+    "Where": _choose,
+    **dict.fromkeys(COMPARES, _compare),
+}
 
 
 # `MNN.tools`, the documented wrapper of the converter, installs a package when it is imported and reports
@@ -151,8 +123,7 @@ def converted(net: Network, timeout_s: float = 600.0) -> tuple[bytes, Checks]:
 
     EngineError with the converter's output if it fails.
     """
-    proto, _weights = to_proto(net, weights_outside=False)
-    written_out(net, proto)
+    proto, _weights = to_proto(written_out(net), weights_outside=False)
     checks = add_checks(net, proto, planned(net))
     if proto.ByteSize() > _MOST_BYTES:
         raise EngineError(f"the network has {proto.ByteSize()} bytes; MNN's converter reads {_MOST_BYTES}")
@@ -189,12 +160,6 @@ def _reason(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     telling = [line for line in lines if "rror" in line or "ot support" in line or "signal" in line]
     return (telling or lines or ["it wrote no file"])[-1]
-
-
-def _scale(layer: Layer) -> float:
-    q = layer.get_inputs()[0]
-    assert q is not None
-    return float(layer.attribute("scale", None) or 1.0 / math.sqrt(int(q.shape[3] or 1)))
 
 
 class MnnFile:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper
 
 from intarsia.cache.machine import is_arm
-from intarsia.network import Network, dtypes
+from intarsia.network import Layer, Network, Tensor, dtypes
+from intarsia.network import functional as F
 from intarsia.network.ops import KEEPS_VALUES, MOVES_DATA
-from intarsia.network.serialize import replace_nodes
 
 # What a graph of ONNX's own format holds: bodies of its nodes, and the names that are read.
 
@@ -46,80 +46,54 @@ def names_read(graph: Any) -> set[str]:
 # A guard was tried before: it belongs to the second cast, and does not see float16.
 
 
-_CAST = "intarsia_cast"
-_FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
 # Those that hold less than what is cast to them may.
-_SHORT = frozenset({
-    TensorProto.INT32, TensorProto.INT16, TensorProto.INT8,
-    TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8,
-})  # fmt: skip
+_SHORT = frozenset(
+    {
+        ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8,
+        ir.DataType.UINT32, ir.DataType.UINT16, ir.DataType.UINT8,
+    }
+)  # fmt: skip
 
 
-def cast_through_int64(net: Network, model: Any) -> None:
-    """Let floats become 64 bits before they become bytes, where it makes a difference."""
+def _is_of_bytes(cast: Layer) -> bool:
+    """Whether floats must become 64 bits before they become bytes."""
+    (x,), to = cast.get_inputs(0), cast.get_outputs(0)[0].dtype
     wide = dtypes.FLOATS if is_arm() else {ir.DataType.DOUBLE}
-    tensors = [tensor for layer in net.get_layers() for tensor in layer.get_outputs()]
-    floats = {tensor.name for tensor in (*net.get_inputs(), *tensors) if tensor.dtype in wide}
-
-    def whole_first(node: NodeProto) -> list[NodeProto]:
-        if _target(node) != TensorProto.UINT8 or node.input[0] not in floats:
-            return [node]
-        name = f"{_CAST}_whole_{node.output[0]}"
-        whole = helper.make_node("Cast", [node.input[0]], [name], name=name, to=TensorProto.INT64)
-        node.input[0] = name
-        return [whole, node]
-
-    replace_nodes(model.graph, whole_first)
+    return to == ir.DataType.UINT8 and x is not None and x.constant is None and x.dtype in wide
 
 
-def keep_casts_apart(graph: Any) -> None:
-    """Put a layer without effect between two casts in a row."""
-    producers = {node.output[0]: node for node in graph.node}
-
-    def apart(node: NodeProto) -> list[NodeProto]:
-        for body in bodies_in(node):
-            keep_casts_apart(body)
-        middle = _cast_before(node, producers)
-        loses = (_target(node), middle) == (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-        return [*(_copied(node, middle, graph) if loses or _target(node) in _SHORT else ()), node]
-
-    replace_nodes(graph, apart)
-
-
-def _cast_before(node: NodeProto, producers: dict[str, NodeProto]) -> int:
-    """The dtype of the cast whose producers a layer reads, be it moved; 0 where there is none."""
-    before = producers.get(node.input[0]) if node.input else None
+def _follows_cast(cast: Layer) -> bool:
+    """Whether it is the second of two casts in a row, the first of which may take something away."""
+    before = _maker(cast)
     # ONNX Runtime may take such layers out, and then two casts are neighbours.
-    while before is not None and before.op_type in KEEPS_VALUES:
-        before = producers.get(before.input[0])
-    return 0 if before is None else _target(before)
+    while before is not None and before.kind in KEEPS_VALUES:
+        before = _maker(before)
+    if before is None or before.kind != "Cast":
+        return False
+    middle, to = before.get_outputs(0)[0].dtype, cast.get_outputs(0)[0].dtype
+    loses = (to, middle) == (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    return loses or (to in _SHORT and middle != ir.DataType.BOOL)
 
 
-def _target(node: NodeProto) -> int:
-    """The dtype that a cast is to; 0 for other layers."""
-    if node.op_type != "Cast":
-        return 0
-    return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
+def _maker(layer: Layer) -> Layer | None:
+    x = layer.get_inputs(0)[0]
+    return None if x is None else x.get_parent()
 
 
-def _copied(node: NodeProto, dtype: int, graph: Any) -> list[NodeProto]:
-    """Layers that return their input, which no optimizer recognizes; the cast reads them."""
-    if dtype in (0, TensorProto.BOOL):
-        return []
-    source, name = node.input[0], f"{_CAST}_{node.output[0]}"
-    node.input[0] = name
-    if dtype in _FLOATS:
-        return [helper.make_node("Max", [source], [name], name=name)]
-    if dtype == TensorProto.BFLOAT16:  # of which there are no extremes
-        wide = helper.make_node("Cast", [source], [f"{name}_wide"], name=f"{name}_wide", to=TensorProto.FLOAT)
-        return [wide, helper.make_node("Max", [f"{name}_wide"], [name], name=name)]
-    graph.initializer.append(helper.make_tensor(f"{name}_bits", dtype, [], [_all_bits(dtype)]))
-    return [helper.make_node("BitwiseAnd", [source, f"{name}_bits"], [name], name=name)]
+def _exact_cast(cast: Layer) -> Tensor:
+    (x,) = cast.get_inputs(0)
+    assert x is not None
+    source = F.cast(x, ir.DataType.INT64) if _is_of_bytes(cast) else x
+    return F.op("Cast", _copied(source), to=cast.get_outputs(0)[0].dtype)
 
 
-def _all_bits(dtype: int) -> int:
-    kind = helper.tensor_dtype_to_np_dtype(dtype)
-    return (1 << 8 * kind.itemsize) - 1 if kind.kind == "u" else -1
+def _copied(x: Tensor) -> Tensor:
+    """The same numbers by a layer that no optimizer recognizes as one without effect."""
+    if x.dtype == ir.DataType.BFLOAT16:  # of which there are no extremes
+        x = F.cast(x, ir.DataType.FLOAT)
+    if x.dtype in dtypes.FLOATS:
+        return F.op("Max", x)
+    return F.bitwise_and(x, F.constant(np.array(-1).astype(dtypes.to_numpy(x.dtype))))  # all bits
 
 
 # Reciprocals by division, on processors of ARM.
@@ -128,23 +102,10 @@ def _all_bits(dtype: int) -> int:
 # the wrong sign, which signbit, copysign and atan2 are made of, and others are off by their last bit.
 
 
-_ONE = "intarsia_one"
-
-
-def divide_for_reciprocals(net: Network, model: Any) -> None:
-    """Replace reciprocals by divisions of 1."""
-    dtypes = {tensor.name: tensor.dtype for layer in net.get_layers() for tensor in layer.get_outputs()}
-    ones: set[str] = set()
-    for node in model.graph.node:
-        if node.op_type != "Reciprocal" or node.output[0] not in dtypes:
-            continue
-        dtype = dtypes[node.output[0]]
-        one = f"{_ONE}_{dtype.name}"
-        if one not in ones:
-            model.graph.initializer.append(helper.make_tensor(one, int(dtype), [], [1.0]))
-            ones.add(one)
-        node.op_type = "Div"
-        node.input.insert(0, one)
+def _quotient(reciprocal: Layer) -> Tensor:
+    (x,) = reciprocal.get_inputs(0)
+    assert x is not None
+    return F.div(1.0, x)
 
 
 # `Where` that keeps the sign of zero: ONNX Runtime's CPU kernel turns a -0.0 of its first choice into 0.0.
@@ -156,33 +117,33 @@ def divide_for_reciprocals(net: Network, model: Any) -> None:
 # `Xor`.
 
 
-_SIGNED_ZERO = "intarsia_signed_zero"
+def _choices(where: Layer) -> tuple[Tensor, Tensor, Tensor]:
+    """The condition and both choices, as ONNX Runtime sees them, which takes out a `Not` of the condition."""
+    condition, first, second = where.get_inputs()
+    assert condition is not None and first is not None and second is not None
+    parent = condition.get_parent()
+    if parent is None or parent.kind != "Not":
+        return condition, first, second
+    (source,) = parent.get_inputs(0)
+    assert source is not None
+    return source, second, first
 
 
-def keep_signed_zeros(net: Network, model: Any) -> None:
-    """Rewrite every `Where` of floats whose first choice may hold -0.0, so that none is lost."""
-    layers = {t.name: layer for layer in net.get_layers() for t in layer.get_outputs()}
-    numbers = itertools.count(1)
+def _loses_sign(where: Layer) -> bool:
+    if where.get_outputs(0)[0].dtype not in dtypes.FLOATS:
+        return False
+    _, first, _ = _choices(where)
+    return not _holds_none(first.constant)
 
-    def exact(node: NodeProto) -> list[NodeProto]:
-        layer = layers.get(node.output[0]) if node.op_type == "Where" else None
-        if layer is None or layer.get_outputs(0)[0].dtype not in dtypes.FLOATS:
-            return [node]
-        condition, first, second = layer.get_inputs()
-        assert condition is not None and first is not None and second is not None
-        parent = condition.get_parent()
-        source, chosen = node.input[0], list(node.input[1:])
-        if parent is not None and parent.kind == "Not":  # ONNX Runtime itself takes out such a `Not`
-            before = parent.get_inputs(0)[0]
-            assert before is not None
-            source, chosen, first, second = before.name, chosen[::-1], second, first
-        if _holds_none(first.constant):
-            return [helper.make_node("Where", [source, *chosen], list(node.output), name=node.name)]
-        rewrite = _exchanged if _holds_none(second.constant) else _by_product
-        name = f"{_SIGNED_ZERO}_{next(numbers)}"
-        return rewrite(name, source, chosen, node, first.dtype, model.graph)
 
-    replace_nodes(model.graph, exact)
+def _exact_choice(where: Layer) -> Tensor:
+    """What may be -0.0 comes third. If both may, each does beside 1, and their product is exact."""
+    condition, first, second = _choices(where)
+    opposite = F.logical_xor(condition, True)
+    if _holds_none(second.constant):
+        return F.where(opposite, second, first)
+    one = F.constant(1.0, first.dtype)
+    return F.mul(F.where(opposite, one, first), F.where(condition, one, second))
 
 
 def _holds_none(constant: np.ndarray[Any, Any] | None) -> bool:
@@ -193,34 +154,23 @@ def _holds_none(constant: np.ndarray[Any, Any] | None) -> bool:
     return not bool(np.any((values == 0) & np.signbit(values)))
 
 
-def _exchanged(
-    name: str, source: str, chosen: list[str], node: NodeProto, dtype: ir.DataType, graph: Any
-) -> list[NodeProto]:
-    """The choices exchanged: the one that may be -0.0 comes third."""
-    return [
-        _opposite(name, source, graph),
-        helper.make_node("Where", [f"{name}_not", chosen[1], chosen[0]], list(node.output), name=node.name),
-    ]
+_EXACT = {"Cast": _exact_cast, "Reciprocal": _quotient, "Where": _exact_choice}
 
 
-def _by_product(
-    name: str, source: str, chosen: list[str], node: NodeProto, dtype: ir.DataType, graph: Any
-) -> list[NodeProto]:
-    """Each choice comes third in a `Where` of its own, beside 1; their product is exact."""
-    one = helper.make_tensor(f"{name}_one", int(dtype), [], [1.0])
-    graph.initializer.append(one)
-    return [
-        _opposite(name, source, graph),
-        helper.make_node("Where", [f"{name}_not", one.name, chosen[0]], [f"{name}_first"]),
-        helper.make_node("Where", [source, one.name, chosen[1]], [f"{name}_second"]),
-        helper.make_node("Mul", [f"{name}_first", f"{name}_second"], list(node.output), name=node.name),
-    ]
+def is_wrong(layer: Layer) -> bool:
+    """Whether ONNX Runtime computes a layer wrongly on this processor."""
+    if layer.kind == "Cast":
+        return _is_of_bytes(layer) or _follows_cast(layer)
+    if layer.kind == "Where":
+        return _loses_sign(layer)
+    return layer.kind == "Reciprocal" and is_arm()
 
 
-def _opposite(name: str, source: str, graph: Any) -> NodeProto:
-    """The negated condition; not by `Not`, which ONNX Runtime would remove and undo."""
-    graph.initializer.append(numpy_helper.from_array(np.array(True), f"{name}_true"))
-    return helper.make_node("Xor", [source, f"{name}_true"], [f"{name}_not"])
+def corrected(net: Network) -> Network:
+    """The network; a copy of it if some of its layers have to be replaced."""
+    if not any(map(is_wrong, net.get_layers())):
+        return net
+    return net.with_replaced(is_wrong, lambda layer: _EXACT[layer.kind](layer))
 
 
 # float16 computed in float32, on processors of ARM.

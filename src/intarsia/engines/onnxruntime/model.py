@@ -21,13 +21,7 @@ from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, ValueGuard
 from intarsia.engines.guards.limits import FINITE, Limits
 from intarsia.engines.guards.planner import LOOKED_AT, plan_guards
-from intarsia.engines.onnxruntime.corrections import (
-    cast_through_int64,
-    compute_in_float32,
-    divide_for_reciprocals,
-    keep_casts_apart,
-    keep_signed_zeros,
-)
+from intarsia.engines.onnxruntime.corrections import compute_in_float32, corrected, is_wrong
 from intarsia.engines.onnxruntime.nbits import Values, is_half
 from intarsia.engines.onnxruntime.session import OUTPUT
 from intarsia.errors import EngineError
@@ -69,17 +63,13 @@ def guarded(
 
     `quantize` makes a model whose products round activations, and lists the weights that it does not hold.
     """
-    proto, weights = (quantize or to_proto)(net)
+    on_cpu = device == "cpu"
+    check_bodies(net, guards, device)
+    proto, weights = (quantize or to_proto)(corrected(net) if on_cpu else net)
     limits = OnnxRuntimeLimits(rounded=quantize is not None)
     planned = plan_guards(net, limits) if guards else Guards()
-    check_bodies(net, guards, device)
-    if device == "cpu":
-        keep_signed_zeros(net, proto)
-        cast_through_int64(net, proto)
-        keep_casts_apart(proto.graph)
-    checks = add_checks(net, proto, planned, look_at_inputs=device == "cpu")
-    if device == "cpu" and is_arm():
-        divide_for_reciprocals(net, proto)
+    checks = add_checks(net, proto, planned, look_at_inputs=on_cpu)
+    if on_cpu and is_arm():
         compute_in_float32(net, proto)  # last: it renames what others look for
     return Model(proto, _values(weights), _weights_on_gpu(weights), checks)
 
@@ -89,14 +79,18 @@ def check_bodies(net: Network, guards: bool, device: str) -> None:
 
     Guards and corrections are of the layers of a network. None is made inside the body of an `If` or `Loop`.
     """
-    for layer in net.get_layers():
-        for graph in bodies_of(layer.node):
-            body = Network.of(graph)
-            if guards and any(plan_guards(body, OnnxRuntimeLimits()).all()):
-                raise EngineError("its body needs guards on values")
-            as_written = plain(body).data
-            if guarded(body, False, device).data != as_written:
-                raise EngineError("some layers of its body would have to be replaced")
+    for body in (Network.of(graph) for layer in net.get_layers() for graph in bodies_of(layer.node)):
+        if guards and any(plan_guards(body, OnnxRuntimeLimits()).all()):
+            raise EngineError("its body needs guards on values")
+        if device == "cpu" and any(is_wrong(layer) or _is_widened(layer) for layer in body.get_layers()):
+            raise EngineError("some layers of its body would have to be replaced")
+        check_bodies(body, guards, device)
+
+
+def _is_widened(layer: Layer) -> bool:
+    """Whether a layer may be computed in float32 in place of float16."""
+    values = [*layer.node.inputs, *layer.node.outputs]
+    return is_arm() and any(value is not None and value.dtype == ir.DataType.FLOAT16 for value in values)
 
 
 _MOST_INSIDE = 2**31 - 2**26  # protobuf's limit for one message, less what the graph may take

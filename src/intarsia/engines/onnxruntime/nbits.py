@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from intarsia.engines.building import SharedWeights
 from intarsia.engines.onnxruntime.corrections import names_read
 from intarsia.errors import EngineError, first_line
-from intarsia.network import Layer, Network, Tensor, net_guard
+from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
 from intarsia.network.serialize import Weights, drop_initializers, to_proto
 
@@ -146,22 +146,7 @@ def has_products_of_bytes(net: Network) -> bool:
 
 def with_halved_bytes(net: Network) -> Network:
     """A copy with sums for weights in 8 bits: 16 times the upper halves of bytes, and the lower halves."""
-    return _with_replaced(net, _is_product_of_bytes, _halved) if has_products_of_bytes(net) else net
-
-
-def _with_replaced(
-    net: Network, is_old: Callable[[Layer], bool], new_result: Callable[[Layer], Tensor]
-) -> Network:
-    """A copy in which other layers compute what some layers of one output did."""
-    copy = Network.of(net.graph.clone())
-    for layer in filter(is_old, list(copy.get_layers())):
-        (old,) = layer.get_outputs()
-        with net_guard(copy), copy.before(layer):
-            new = new_result(layer)
-        copy.replace_all_uses(old, new)
-        copy.remove(layer)
-    copy.drop_unused_constants()
-    return copy
+    return net.with_replaced(_is_product_of_bytes, _halved) if has_products_of_bytes(net) else net
 
 
 def is_half(layer: Layer) -> bool:
@@ -214,7 +199,7 @@ def needs_unsigned_weights(net: Network) -> bool:
 
 def with_unsigned_weights(net: Network) -> Network:
     """A copy whose products of integers read weights as uint8, if those of int8 saturate here."""
-    return _with_replaced(net, _is_product_of_integers, _unsigned) if needs_unsigned_weights(net) else net
+    return net.with_replaced(_is_product_of_integers, _unsigned) if needs_unsigned_weights(net) else net
 
 
 def _unsigned(layer: Layer) -> Tensor:
