@@ -380,3 +380,21 @@ def test_what_is_computed_from_weights_alone_and_used_twice_is_a_weight_used_twi
     for uses in (1, 2):
         (stage,) = split(Biased(uses), (torch.ones(2, 4),), stages=1, by="memory")
         assert stage.reuses_weights == (uses == 2)
+
+
+@pytest.mark.parametrize("way", ["graph", "modules"])
+@pytest.mark.parametrize("name", ["states", "form", "not_recomputed", "answer", "results", "writes"])
+def test_a_model_may_name_its_parts_as_a_stage_names_its_own(name, way):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.add_module(name, nn.Linear(4, 4))
+
+        def forward(self, x):
+            return self.first(getattr(self, name)(self.first(x).relu()))
+
+    model, x = Named(), torch.randn(4, 4)
+    parts = split(model, (x,), stages=2, by="memory", way=way)
+    torch.testing.assert_close(parts.gpipe(chunks=2)(x), model(x))
+    assert list(parts.state_dict()) == list(model.state_dict())

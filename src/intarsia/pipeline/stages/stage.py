@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
 from typing import Any
 
 import torch
@@ -31,31 +32,55 @@ from intarsia.pipeline.stages.trace import State, Trace
 _MODES = {True: ("training", "train()"), False: ("evaluation", "eval()")}
 
 
-def graft_tensor(root: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool) -> None:
-    """Register a parameter or buffer under a dotted name; missing modules are created."""
-    module, leaf = _holder(root, name)
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter(leaf, tensor)
-    else:
-        module.register_buffer(leaf, tensor, persistent=persistent)
+class NamedStage(nn.Module):
+    """A module with parts of a model under the model's names, which may equal those of its own attributes.
+
+    A model may call a child `states` or `answer`. So parts are registered and read past the attributes.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, also one that has the name of a part."""
+        registers = isinstance(value, nn.Module | nn.Parameter)  # FSDP sets parameters
+        super().__setattr__(name, value) if registers else object.__setattr__(self, name, value)
+
+    def graft_tensor(self, name: str, tensor: torch.Tensor | None, persistent: bool) -> None:
+        """Register a parameter or buffer under a dotted name; missing modules are created."""
+        module, leaf = self._holder(name)
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[leaf] = tensor
+            return
+        module._buffers[leaf] = tensor
+        if not persistent:
+            module._non_persistent_buffers_set.add(leaf)
+
+    def graft_module(self, name: str, module: nn.Module) -> None:
+        """Register a module under a dotted name; missing modules are created."""
+        holder, leaf = self._holder(name)
+        holder._modules[leaf] = module
+
+    def _holder(self, name: str) -> tuple[nn.Module, str]:
+        *path, leaf = name.split(".")
+        module: nn.Module = self
+        for part in path:
+            child = module._modules.get(part)
+            if child is None:
+                child = module._modules[part] = nn.Module()
+                child.training = self.training
+            module = child
+        return module, leaf
 
 
-def graft_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module under a dotted name; missing modules are created."""
-    holder, leaf = _holder(root, name)
-    holder.add_module(leaf, module)
+def part_of(module: nn.Module, name: str) -> Any:
+    """The child, parameter or buffer of a module; an attribute only if none of these has the name."""
+    for registered in (module._modules, module._parameters, module._buffers):
+        if name in registered:
+            return registered[name]
+    return getattr(module, name)
 
 
-def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    *path, leaf = name.split(".")
-    module = root
-    for part in path:
-        if part not in module._modules:
-            child = nn.Module()
-            child.training = root.training
-            module.add_module(part, child)
-        module = module.get_submodule(part)
-    return module, leaf
+def part_at(module: nn.Module, path: str) -> Any:
+    """The part of a module under a dotted name; the module itself for an empty one."""
+    return reduce(part_of, filter(None, path.split(".")), module)
 
 
 @dataclass(frozen=True)
@@ -77,7 +102,7 @@ class StageForm:
     checkpointed: tuple[str, ...]  # modules that the model itself recomputes
 
 
-class Stage(nn.Module):
+class Stage(NamedStage):
     """A stage that runs a piece of the captured graph.
 
     Its parameters are the model's own objects, and its `state_dict` has the model's keys. The graph is valid
@@ -90,7 +115,7 @@ class Stage(nn.Module):
         super().__init__()
         for state in states:
             for name in state.names:
-                graft_tensor(self, name, state.tensor, state.persistent)
+                self.graft_tensor(name, state.tensor, state.persistent)
         # Not registered: the program has no tensor, and its name must not be in the keys of state_dict.
         object.__setattr__(self, "program", program)
         object.__setattr__(self, "form", form)
@@ -144,7 +169,7 @@ class Stage(nn.Module):
         states = {}
         for node, path in self.form.states.items():
             above, _, name = path.rpartition(".")
-            states[node] = getattr(holder(above), name)
+            states[node] = part_of(holder(above), name)
         return states
 
     @property

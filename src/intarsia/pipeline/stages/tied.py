@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.stages.stage import Stage
+from intarsia.pipeline.stages.stage import Stage, part_at
 from intarsia.pipeline.stages.tree_stage import TreeStage
 
 
@@ -139,10 +139,10 @@ class Twins:
         Without twins, a stage cut along modules would change the model.
         """
         for target in dict.fromkeys(str(n.target) for n in stage.graph.nodes if n.op == "call_module"):
-            module = stage.get_submodule(target)
+            module = part_at(stage, target)
             if any(p is parameter for p in module.parameters()) and module not in self.by_module.values():
                 path, _, leaf = target.rpartition(".")
-                holder = stage.get_submodule(path)
+                holder = part_at(stage, path)
                 self.replaced.append((holder, leaf, module))
                 holder._modules[leaf] = _twin(module, self.by_module, target)
 

@@ -79,7 +79,7 @@ def split_tree(
     mixes = mixes or _mixed(model, args, kwargs or {}, batch_dims)
     note_writes(parts, changed)
     for part in parts:
-        part._random_places = RandomPlaces(recorder.places, recorder.draws)
+        part.random_places = RandomPlaces(recorder.places, recorder.draws)
     bounds = [0, *cuts, len(line.nodes)]
     report = SplitReport(
         "modules",

@@ -20,7 +20,7 @@ from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.gpipe.keyed_random import call_layer, numbered_draws
-from intarsia.pipeline.stages.stage import Stage, StageForm, graft_module, graft_tensor
+from intarsia.pipeline.stages.stage import NamedStage, Stage, StageForm, part_at
 from intarsia.pipeline.stages.trace import tensor_names
 
 
@@ -38,7 +38,7 @@ def called_modules(stage: nn.Module) -> list[str]:
     return [str(node.target) for node in nodes if node.op == "call_module"]
 
 
-class TreeStage(nn.Module):
+class TreeStage(NamedStage):
     """A stage that calls the model's own modules, under their names.
 
     The values at its borders may be of any type. The last stage returns the tensors of the model's outputs.
@@ -56,11 +56,10 @@ class TreeStage(nn.Module):
         self.mean_node: str | None = None  # the call that computes a mean over tokens
         self.writes = False  # whether the example changed a buffer
         self.answer: tuple[Any, ...] | None = None  # on the last stage: the leaves of the example's outputs
-        # The name starts with an underscore, since a module of the model may have any other name.
-        self._random_places = RandomPlaces({}, {})
+        self.random_places = RandomPlaces({}, {})
         for node in piece.graph.nodes:
             if node.op == "call_module":
-                graft_module(self, str(node.target), root.get_submodule(str(node.target)))
+                self.graft_module(str(node.target), root.get_submodule(str(node.target)))
             elif node.op == "get_attr":
                 share(self, str(node.target), root)
         self.training: bool = root.training
@@ -98,7 +97,10 @@ class _KeyedRun(fx.Interpreter):
 
     def __init__(self, stage: TreeStage) -> None:
         super().__init__(stage, graph=stage.graph)
-        self.places = stage._random_places
+        self.places = stage.random_places
+
+    def fetch_attr(self, target: str) -> Any:
+        return part_at(self.module, target)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_module":
@@ -127,11 +129,11 @@ def _tensors(outputs: Sequence[Any], answer: Sequence[Any]) -> tuple[torch.Tenso
     return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def share(stage: nn.Module, name: str, model: nn.Module) -> None:
+def share(stage: NamedStage, name: str, model: nn.Module) -> None:
     """Register a tensor of the model in the stage."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
-    graft_tensor(stage, name, getattr(owner, leaf), leaf not in owner._non_persistent_buffers_set)
+    stage.graft_tensor(name, getattr(owner, leaf), leaf not in owner._non_persistent_buffers_set)
 
 
 def keep_the_rest(model: nn.Module, parts: Sequence[TreeStage]) -> None:
