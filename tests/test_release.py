@@ -5,13 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from intarsia.memory import release_mapped
+from intarsia.runtime.weights import releasing_memory
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not os.access("/proc/self/pagemap", os.R_OK),
@@ -58,3 +62,24 @@ def test_memory_of_the_process_itself_stays(weights: dict[str, torch.Tensor]) ->
     before = weights["drawn"].clone()
     release_mapped([weights["drawn"], weights["drawn"][3:5], torch.empty(0), torch.empty(2, device="meta")])
     assert torch.equal(weights["drawn"], before)
+
+
+def test_weights_that_an_engine_reads_while_it_builds_are_released_again(
+    weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("intarsia.runtime.weights._LARGE", 1)
+    model = nn.Module()
+    model.read = weights["read"]
+    with releasing_memory(model):
+        weights["read"].sum()
+        wait_until(lambda: pages_in_memory(weights["read"]) < 4)
+    weights["read"].sum()
+    time.sleep(0.5)
+    assert pages_in_memory(weights["read"]) > 250  # the block has ended
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.layouts import Compressed
 from torch import nn
 
 import intarsia
 from intarsia.choose import measured
 from intarsia.choose.measured import Measured
-from intarsia.engines import Inductor
+from intarsia.engines import Inductor, OnnxRuntime, OpenVINO
 from intarsia.engines.inductor import engine as inductor_engine
 from intarsia.errors import InputError, IntarsiaError
 
@@ -282,6 +284,38 @@ def test_a_plan_that_memory_has_no_room_for_is_not_built(monkeypatch: pytest.Mon
     found = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),)).plan.findings
     assert "onnxruntime: it may take 0.0 GiB of memory, and 0.0 GiB are free" in found.left_out
     assert {trial.name for trial in found.trials} == {"openvino", "pytorch", "eager"}
+
+
+@pytest.mark.openvino
+@pytest.mark.parametrize("best", ["openvino", "onnxruntime", "openvino, no patterns", "pytorch"])
+def test_one_program_with_weights_in_few_bits_is_held_while_another_is_built(
+    best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _races(monkeypatch, {"openvino": 1.05e-9, best: 1e-9})
+    monkeypatch.setattr("intarsia.runtime.weights._LARGE", 1)
+    programs: list[weakref.ref[Any]] = []
+    held: list[int] = []
+
+    def counting(build: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def counted(engine: Any, net: Any) -> Any:
+            program = build(engine, net)
+            if sum(layer.kind.endswith("MatMulNBits") for layer in net.get_layers()) == 2:  # no block of it
+                held.append(sum(other() is not None for other in programs))
+                programs.append(weakref.ref(program))
+            return program
+
+        return counted
+
+    for engine in (OpenVINO, OnnxRuntime):
+        monkeypatch.setattr(engine, "build", counting(engine.build))
+    model = nn.Sequential(Compressed(16, 64, 16, 4), nn.GELU(), Compressed(64, 64, 16, 4)).eval()
+    x = torch.linspace(-1, 1, 128).reshape(8, 16)
+    measured = Measured(budget_s=60)
+    engines = ["openvino", "onnxruntime"]
+    fast = intarsia.compile(model, (x,), engines=engines, partition=measured, min_block_size=1)
+    assert fast.plan.findings.chosen == best
+    assert len(held) > 1 and max(held) < 2
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_sizes_that_are_measured_at_are_part_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

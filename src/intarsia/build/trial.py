@@ -22,6 +22,7 @@ from intarsia.network import Network
 from intarsia.rewrite import Patterns, apply, is_traded, patterns_by_engine
 from intarsia.rounding import Rounding
 from intarsia.runtime.fallback import has_empty
+from intarsia.runtime.weights import releasing_memory
 
 Rewrite = Callable[[Network, NetworkEngine], tuple[Sequence[str], bool]]  # notes; `is_traded` of the log
 
@@ -143,7 +144,8 @@ def _built(
     net = convert(module, name=engine.name, notes=notes, engine=engine)
     changes, is_traded = ((), False) if rewrite is None else rewrite(net, engine)
     notes += changes
-    program = within(limit_s, f"{engine.name}.build", lambda: engine.build(net))
+    with releasing_memory(module):
+        program = within(limit_s, f"{engine.name}.build", lambda: engine.build(net))
     return Tried(program, net, is_traded=is_traded)
 
 

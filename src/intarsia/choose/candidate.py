@@ -52,6 +52,11 @@ class Candidate:
         return tuple(engine.name for engine in self.engines)
 
     @property
+    def has_programs(self) -> bool:
+        """Whether an engine builds programs for it, which may have copies of the weights."""
+        return any(engine.name != PYTORCH for engine in self.engines)
+
+    @property
     def is_slow_to_build(self) -> bool:
         return any(engine.slow_to_build for engine in self.engines)
 

@@ -304,7 +304,8 @@ class Standings:
 
     def close(self, times: float) -> list[str]:
         """The plans whose fastest round is within `times` the best, in order. A median needs more rounds."""
-        ranked = sorted(self.trials.values(), key=lambda trial: min(trial.seconds))
+        standing = (trial for trial in self.trials.values() if trial.name in self.built)
+        ranked = sorted(standing, key=lambda trial: min(trial.seconds))
         limit = min(ranked[0].seconds) * times
         return [trial.name for trial in ranked if min(trial.seconds) <= limit]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from intarsia.engines import Engine
 from intarsia.engines.building import OutOfTime
 from intarsia.errors import IntarsiaError, first_line
 from intarsia.partition import PYTORCH
+from intarsia.quantized import EMBEDDING, LINEAR
+from intarsia.runtime.weights import large_weights, release_memory
 
 SLOW_BUILD_S = 60.0  # the time that an engine which is slow to build may take
 _BLOCKS = (12, 6, 3)  # the most blocks of a graph; fewer if time is short
@@ -35,6 +38,7 @@ _RACE_S = 0.1  # of one block on one engine
 _MIXES = 3  # that are built
 _CLOSE = 1.3  # plans slower than this after the first race do not run in the last
 _NEAR = 1.1  # and without a budget, plans slower than this are not tried without patterns
+_TO_RELEASE = 5  # rounds, after which the slower plan is released
 _AGAIN = 1.7  # without a budget, measuring may take this many times the time of the first plan
 
 
@@ -59,6 +63,10 @@ class Search:
 
     def __post_init__(self) -> None:
         self.plans = Standings(self.measured, self.sample, self.progress)
+        # Weights in few bits save memory, and every program has a copy of them.
+        module = self.workshop.builder.module
+        is_short = any(node.target in (LINEAR, EMBEDDING) for node in module.graph.nodes)
+        self._holds_one = is_short and self.tolerance is None and bool(large_weights(module))
 
     def run(self) -> tuple[Built, Findings]:
         """The fastest plan that was built, verified and measured, and the findings."""
@@ -87,12 +95,13 @@ class Search:
         fresh = self._shortened(leaders[0]) + self._build_all(later)
         fresh += self._build_all(variants)
         fresh += self._build_all(self._mixes())
+        leaders, fresh = ([n for n in names if n in self.plans.built] for names in (leaders, fresh))
         last = nearest(leaders, fresh, self.plans.trials)
         if len(last) > 1 and (fresh or self.plans.fits_a_race(last)):
             self.plans.last_race(last)
         else:
             trials = self.plans.trials
-            trials |= {name: replace(trials[name], final=True) for name in leaders}
+            trials |= {name: replace(trials[name], final=True) for name in leaders or fresh}
 
     def _variants(self, leaders: Sequence[str]) -> list[Candidate]:
         """Other options of all plans that these may make the fastest; then the leaders without patterns.
@@ -242,6 +251,8 @@ class Search:
             if self.plans.built and (reason := self._too_late(candidate)):
                 self.plans.leave_out(f"{candidate.name}: {reason}")
                 continue
+            if self._holds_one and candidate.has_programs:
+                self._release_slower()
             self.progress.tell(f"building {candidate.name}")
             try:
                 planned = self.workshop.fingerprint(candidate)
@@ -258,13 +269,24 @@ class Search:
                 self.plans.left_out.append(f"{candidate.name}: {first_line(error)}")
                 continue
             self.plans.built[candidate.name] = built
+            if self._holds_one:
+                release_memory(self.workshop.builder.module)
             if not candidate.is_slow_to_build:  # its time says nothing about the others
                 self.build_s[candidate.engine_names] = built.build_s
             names.append(candidate.name)
             self._limit()
             if favoured:  # its time is not subtracted from the others
                 self.progress.budget_s += built.build_s
+            del built  # it may be released
         return names
+
+    def _release_slower(self) -> None:
+        """Measure the plans that are in memory, and release all except the fastest."""
+        if len(self.plans.built) > 1:
+            self.plans.race(list(self.plans.built), final=False, rounds=_TO_RELEASE, share=0.15)
+            self.plans.built = {name: self.plans.built[name] for name in [self.plans.leader()]}
+            gc.collect()
+        release_memory(self.workshop.builder.module)
 
     def _timed(self) -> Timed | None:
         """The sample, and the time on it that a plan with a wrong answer must not exceed."""
@@ -297,9 +319,8 @@ class Search:
                 )
         if left <= 0:
             return f"the budget of {self._budget} is spent"
-        others = any(engine.name != PYTORCH for engine in candidate.engines)
-        needs = self._expected_build_s(candidate) if others else 0.0  # PyTorch's plan needs no build
-        if others and (reason := self._no_room()) is not None:
+        needs = self._expected_build_s(candidate) if candidate.has_programs else 0.0
+        if candidate.has_programs and (reason := self._no_room()) is not None:
             return reason
         needs += least_s([*self.plans.near, candidate.name], self.plans.trials, self.measured.budget_s or 0.0)
         if left < needs:

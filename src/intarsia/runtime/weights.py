@@ -9,8 +9,10 @@ numpy. Samples show most of them; the digest also shows writes of few elements.
 from __future__ import annotations
 
 import hashlib
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -158,12 +160,46 @@ _LARGE = 1 << 24  # bytes of weights; for fewer, returning memory took a tenth o
 
 def release_memory(model: nn.Module | None, *, mapped: bool = True) -> None:
     """Give back freed memory and, if `mapped`, that of weights in a file; nothing if the weights are few."""
-    tensors = [] if model is None else [weight.tensor for weight in weights_of(model)]
-    if model is not None and sum(tensor.numel() * tensor.element_size() for tensor in tensors) < _LARGE:
+    tensors = [] if model is None else large_weights(model)
+    if model is not None and not tensors:
         return
     release_freed()
     if mapped:
-        release_mapped(part for tensor in tensors for part in plain_tensors(tensor))
+        release_mapped(tensors)
+
+
+_EVERY_S = 0.25  # ONNX Runtime packs about 25 MiB of weights in 4 bits in this time
+
+
+@contextmanager
+def releasing_memory(model: nn.Module) -> Iterator[None]:
+    """A block during which the memory of weights in a file is given back, time and again.
+
+    While an engine builds a program, it reads each weight once and makes its own copy. Otherwise both are in
+    memory at the end of a build.
+    """
+    tensors = large_weights(model)
+    done = threading.Event()
+
+    def release() -> None:
+        while not done.wait(_EVERY_S):
+            release_mapped(tensors)
+
+    thread = threading.Thread(target=release, name="intarsia: memory of weights", daemon=True)
+    if tensors:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if tensors:
+            thread.join()
+
+
+def large_weights(model: nn.Module) -> list[torch.Tensor]:
+    """The plain tensors of a model's weights; none if they are few."""
+    tensors = [part for weight in weights_of(model) for part in plain_tensors(weight.tensor)]
+    return tensors if sum(tensor.numel() * tensor.element_size() for tensor in tensors) >= _LARGE else []
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
