@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -127,22 +128,16 @@ def test_nested_inputs_and_outputs(engine: str) -> None:
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        (
-            {"rest": 1, "a": 2},
-            "items is a dict with the keys 'rest', 'a'; compiled for a dict with the keys 'a', 'rest'",
-        ),
-        (
-            {"a": 1, "rest": [2, 3]},
-            "items\\['rest'\\] is a list with 2 values; compiled for a tuple with 2 values",
-        ),
-        ({"a": 1, "rest": ()}, "items\\['rest'\\] is an empty tuple; compiled for a tuple with 2 values"),
-        (1.0, "items is one value; compiled for a dict with the keys 'a', 'rest'"),
+        ({"rest": (1, 2)}, "items has the keys ['rest']; compiled for ['a', 'rest']"),
+        ({"a": 1, "rest": [2, 3]}, "items['rest'] is a list of 2; compiled for a tuple of 2"),
+        ({"a": 1, "rest": ()}, "items['rest'] is a tuple of 0; compiled for a tuple of 2"),
+        (1.0, "items is 1.0; compiled for a dict of 2"),
     ],
 )
 def test_another_structure_is_refused_at_the_argument_that_differs(items: Any, message: str) -> None:
     a = torch.randn(2, 2)
     fast = compiled(Nested(), {"a": a, "rest": (a, a)})
-    with pytest.raises(InputError, match=f"^argument {message}$"):
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         fast(items)
 
 
