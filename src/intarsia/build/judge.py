@@ -25,14 +25,11 @@ from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import undisturbed
 from intarsia.compare import disagreement, relative_error
 from intarsia.errors import InputError, UnrepeatableError
-from intarsia.graph.nodes import compute_nodes
-from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, Role
 from intarsia.lower.decompositions import decomposition_table, keeping_whole
 from intarsia.lower.integers import other_values
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.size_examples import corners
-from intarsia.partition.table import PYTORCH
 from intarsia.rounding import Rounding
 from intarsia.runtime.call_interface import check_inputs, checks_of
 from intarsia.runtime.compiled import Compiled
@@ -370,21 +367,6 @@ def whole_fault(
         if fault is not None:
             return f"differs from the model: {fault}"
     return None
-
-
-def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.Node, dict[str, str]], str]]:
-    """Refusals, each with a note, for a plan whose pieces are correct but whose whole is not.
-
-    First each engine is excluded, if there are several, then each segment.
-    """
-    ran = [segment for segment in plan.segments if segment.engine != PYTORCH]
-    used = list(dict.fromkeys(segment.engine for segment in ran))
-    for engine in used if len(used) > 1 else ():
-        reason = f"with {engine}, the compiled model {fault}"
-        yield {node: {engine: reason} for node in compute_nodes(graph)}, f"{engine} is not used: {reason}"
-    for segment in ran[:_MOST_SUSPECTS] if len(ran) > 1 else ():
-        reason = f"with {segment.nodes[0].name} and what runs with it on {segment.engine}, the model {fault}"
-        yield {node: {segment.engine: reason} for node in segment.nodes}, f"a segment is moved: {reason}"
 
 
 def error_of(lowered: Lowered, examples: Sequence[Example], compiled: Compiled) -> float:

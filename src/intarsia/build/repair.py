@@ -6,11 +6,12 @@ Finding a node takes a logarithmic number of builds. If a segment fails in every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from torch import fx
 
+from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import Segment
 from intarsia.partition.blocks import too_small
@@ -23,6 +24,7 @@ from intarsia.partition.units import Units, find_recomputable, find_units
 T = TypeVar("T")
 MOST_BUILT = 10_000  # nodes, in all builds for one segment
 _NEARBY = 8  # nodes after a faulty one that are tried first
+_MOST_SEGMENTS = 12  # that are moved one by one, where only the whole is wrong
 _CLOSE = 8  # faulty nodes in a row, each near the one before, after which the search ends
 
 
@@ -153,3 +155,18 @@ def _join_pytorch(parts: Sequence[Part]) -> list[Part]:
         else:
             joined.append(part)
     return joined
+
+
+def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.Node, dict[str, str]], str]]:
+    """Refusals, each with a note, for a plan whose pieces are correct but whose whole is not.
+
+    First each engine is excluded, if there are several, then each segment.
+    """
+    ran = [segment for segment in plan.segments if segment.engine != PYTORCH]
+    used = list(dict.fromkeys(segment.engine for segment in ran))
+    for engine in used if len(used) > 1 else ():
+        reason = f"with {engine}, the compiled model {fault}"
+        yield {node: {engine: reason} for node in compute_nodes(graph)}, f"{engine} is not used: {reason}"
+    for segment in ran[:_MOST_SEGMENTS] if len(ran) > 1 else ():
+        reason = f"with {segment.nodes[0].name} and what runs with it on {segment.engine}, the model {fault}"
+        yield {node: {segment.engine: reason} for node in segment.nodes}, f"a segment is moved: {reason}"

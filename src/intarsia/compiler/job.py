@@ -39,10 +39,10 @@ from intarsia.build.judge import (
     faithful_lowering,
     further_examples,
     operators_of,
-    suspects,
     whole_fault,
     with_layouts_of,
 )
+from intarsia.build.repair import suspects
 from intarsia.build.trial import elements_of
 from intarsia.capture.example import Call, device_kind, refuse_autocast
 from intarsia.capture.export import capture
