@@ -15,6 +15,8 @@ FLOATS = frozenset({DataType.FLOAT, DataType.DOUBLE, DataType.FLOAT16, DataType.
 SIGNED = frozenset({DataType.INT8, DataType.INT16, DataType.INT32, DataType.INT64})
 UNSIGNED = frozenset({DataType.UINT8, DataType.UINT16, DataType.UINT32, DataType.UINT64})
 INTEGERS = SIGNED | UNSIGNED
+# Integers that floats of 32 bits do not hold.
+LONG = frozenset({DataType.INT32, DataType.INT64, DataType.UINT32, DataType.UINT64})
 
 
 def to_onnx(dtype: torch.dtype) -> ir.DataType:

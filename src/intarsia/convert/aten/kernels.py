@@ -186,9 +186,6 @@ def filled(ctx: Context, value: float = 0, output: int | None = None) -> Tensor:
 # Sums and products of integers: exact, and wrapping where torch wraps. ONNX Runtime reduces 64-bit integers
 # in float64 and OpenVINO integers in float32; running sums, and sums and products of two, are exact in both.
 
-# Fewer than 2**22 of smaller ones add up to what a float64 holds.
-LONG = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
-
 
 def sum_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = False) -> Tensor:
     """The last of running sums, one dimension after the other."""
@@ -204,7 +201,8 @@ def sum_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = False) -
 
 def summed_up(x: Tensor, axes: Sequence[int]) -> Tensor:
     """The sum over dimensions, which are removed; exact for integers."""
-    return sum_of_integers(x, axes) if x.dtype in LONG else F.reduce_sum(x, axes, keepdims=False)
+    # Fewer than 2**22 of smaller ones add up to what a float64 holds.
+    return sum_of_integers(x, axes) if x.dtype in dtypes.LONG else F.reduce_sum(x, axes, keepdims=False)
 
 
 def product_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = False) -> Tensor:

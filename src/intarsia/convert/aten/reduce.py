@@ -11,7 +11,6 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten.kernels import (
-    LONG,
     axes_of,
     filled,
     is_empty,
@@ -26,7 +25,7 @@ from intarsia.convert.aten.sizes import size, sizes
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
-from intarsia.network import Tensor
+from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
 aten = torch.ops.aten
@@ -46,11 +45,11 @@ def reduced(ctx: Context, x: Tensor, dim: Any, keepdim: bool, layer: Layer, empt
 
 def _sum(ctx: Context, operand: Tensor) -> Layer:
     """The sum of elements; sums of small integers or booleans stay small enough."""
-    return sum_of_integers if ctx.dtype in LONG and operand.dtype in LONG else F.reduce_sum
+    return sum_of_integers if ctx.dtype in dtypes.LONG and operand.dtype in dtypes.LONG else F.reduce_sum
 
 
 def _product(ctx: Context) -> Layer:
-    return product_of_integers if ctx.dtype in LONG else _product_of_floats
+    return product_of_integers if ctx.dtype in dtypes.LONG else _product_of_floats
 
 
 def _product_of_floats(x: Tensor, axes: list[int] | None = None, *, keepdims: bool = True) -> Tensor:

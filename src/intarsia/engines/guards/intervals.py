@@ -17,15 +17,8 @@ from intarsia.network.network import Layer, Network, Tensor
 from intarsia.network.ops import KEEPS_VALUES, MOVES_DATA, MULTIPLIES_WEIGHTS
 
 INF = math.inf
-# The largest finite number of a float type; smaller ones than _TINY may be flushed to zero.
-_LARGEST = {
-    ir.DataType.FLOAT: 3.4028234663852886e38,
-    ir.DataType.FLOAT16: 65504.0,
-    ir.DataType.BFLOAT16: 3.3895313892515355e38,
-    ir.DataType.DOUBLE: 1.7976931348623157e308,
-}
 _ROUNDING = {ir.DataType.FLOAT16: 2**-10, ir.DataType.BFLOAT16: 2**-7}
-_TINY = 1e-37
+_TINY = 1e-37  # smaller numbers may be flushed to zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +117,7 @@ def fit(dtype: ir.DataType, interval: Interval) -> Interval:
         return whole(dtype)
     if math.isnan(interval.low) or math.isnan(interval.high):
         return ANYTHING
-    largest, step = _LARGEST[dtype], _ROUNDING.get(dtype, 2**-22)
+    largest, step = torch.finfo(dtypes.to_torch(dtype)).max, _ROUNDING.get(dtype, 2**-22)
 
     def rounded(bound: float) -> float:  # what rounds down to the largest number is not infinite
         if bound > largest:

@@ -30,11 +30,11 @@ from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero,
 from intarsia.engines.guards.limits import Limits
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
+from intarsia.network.dtypes import LONG
 from intarsia.network.ops import KEEPS_VALUES
 
 # Inputs of these are looked at before the engine runs.
 LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
-LONG = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
 # A tensor is watched by the sum of its magnitudes, which is one cheap layer; activations stay far below.
 CALM = 2.0**36
 # Beyond this the next layer might overflow.

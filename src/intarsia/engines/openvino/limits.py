@@ -64,7 +64,6 @@ _NATIVE = _BITWISE if is_arm() else _BITWISE | _ARITHMETIC
 _EXTREMES = frozenset({"ArgMax", "ArgMin", "MaxPool", "TopK"} if is_arm() else ())
 # They multiply numbers with each other, or with themselves: of large ones not even an infinity is left.
 _SQUARES = NORMALIZES | RECURRENT | {"Attention"}
-_INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
 _WIDE = Interval(-(2**31), 2**31 - 1)
 _HAS_NEGATIVE = Interval(-(2**31) + 1, 2**31 - 1)  # as a truth value, -2**31 is taken for zero
 _NARROW = Interval(-(2**24), 2**24)  # what float32 holds exactly
@@ -198,7 +197,7 @@ def _is_moved(layer: Layer) -> bool:
     if layer.kind not in _EXTREMES:
         return layer.kind in _MOVES
     source = layer.get_inputs(0)[0]
-    return source is None or source.dtype not in _INTEGERS
+    return source is None or source.dtype not in dtypes.LONG
 
 
 def _is_constant(source: Tensor | None) -> bool:
@@ -223,12 +222,12 @@ def _narrow_layers(net: Network) -> set[Layer]:
     open_: list[Layer] = []
     for layer in net.get_layers():
         if not any(
-            t is not None and t.dtype in _INTEGERS for t in (*layer.get_inputs(), *layer.get_outputs())
+            t is not None and t.dtype in dtypes.LONG for t in (*layer.get_inputs(), *layer.get_outputs())
         ):
             continue
         neighbours = near.setdefault(layer, set())
         for tensor in layer.get_inputs():
-            parent = None if tensor is None or tensor.dtype not in _INTEGERS else tensor.get_parent()
+            parent = None if tensor is None or tensor.dtype not in dtypes.LONG else tensor.get_parent()
             if parent is not None:
                 neighbours.add(parent)
                 near.setdefault(parent, set()).add(layer)
