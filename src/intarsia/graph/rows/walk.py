@@ -138,10 +138,10 @@ class _Walk:
         return self.placed[value] if isinstance(value, fx.Node) else None
 
     def _placement(self, node: fx.Node) -> Any:
-        reads = flat([self.placed[given] for given in node.all_input_nodes])
+        reads = [self.placed[given] for given in node.all_input_nodes]
         summary = next((where for where in reads if isinstance(where, Summary)), None)
         if summary is not None:
-            if not any(isinstance(where, Rows | Numbers) for where in reads):
+            if not any(isinstance(where, Rows | Numbers) for where in flat(reads)):
                 return self._written(node, summary)
             self._note(node, f"{summary.made_by} makes one value of all samples, which is used", proved=True)
             return self._likely(node)
