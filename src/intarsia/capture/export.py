@@ -14,7 +14,12 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.export_context import fast_paths_traced, kept_messages, short_stack_traces
+from intarsia.capture.export_context import (
+    fast_paths_traced,
+    kept_messages,
+    keywords_named,
+    short_stack_traces,
+)
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import is_cache, opening
 from intarsia.capture.protect import evaluating
@@ -79,6 +84,7 @@ def _export(
         evaluating(model),
         kept_messages(),
         fast_paths_traced(model),
+        keywords_named(model, call[1] if dynamic_shapes is not None else {}),
         short_stack_traces(),
         opening(model, call),
         torch.no_grad(),

@@ -16,12 +16,13 @@ zeros are put into the graph here.
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
@@ -123,6 +124,36 @@ def fast_paths_traced(model: nn.Module) -> Iterator[None]:
     finally:
         for encoder in encoders:
             del encoder.__dict__["forward"]
+
+
+@contextmanager
+def keywords_named(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """While this holds, the signature of `forward` names what its **parameter takes.
+
+    torch.export (2.13) fails with `dynamic_shapes` if a **parameter takes anything, such as
+    `output_hidden_states` in transformers 5.
+    """
+    own = model.forward
+    parameters = inspect.signature(own).parameters.values() if kwargs else ()
+    plain = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    rest = [name for name in kwargs if name not in {p.name for p in plain}]
+    if len(plain) == len(parameters) or not rest:
+        yield
+        return
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in rest]
+    forward.__signature__ = inspect.Signature([*plain, *named])  # type: ignore[attr-defined]
+    before = {name: value for name, value in vars(model).items() if name == "forward"}
+    model.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        model.__dict__.update(before)
 
 
 def _has_fast_path(module: nn.Module) -> bool:
