@@ -143,6 +143,27 @@ def test_a_named_dim_varies_as_export_allows(name: str) -> None:
         torch.testing.assert_close(answer.last_hidden_state, expected.last_hidden_state, rtol=1e-3, atol=1e-4)
 
 
+ROWS = intarsia.Input(min_shape=(1, 6), opt_shape=(2, 6), max_shape=(8, 6), dtype=torch.int64, domain=(0, 50))
+
+
+@pytest.mark.parametrize("by", ["shapes", "all names", "Input"])
+def test_sizes_vary_beside_a_flag_that_forward_takes_by_a_double_star(by: str) -> None:
+    """transformers 5 takes `output_hidden_states` by **kwargs; torch.export fails with dynamic_shapes."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    model, ids = transformers.BertModel(config).eval(), torch.randint(0, 50, (2, 6))
+    call = {"input_ids": ROWS if by == "Input" else ids, "output_hidden_states": True}
+    shapes = {"input_ids": {0: Dim("rows", min=1, max=8)}}
+    named: Any = {"shapes": shapes, "all names": {**shapes, "output_hidden_states": None}}
+    fast = intarsia.compile(model, kwargs=call, dynamic_shapes=named.get(by), engines=["onnxruntime"])
+    ids = torch.randint(0, 50, (5, 6))
+    answer, expected = (each(input_ids=ids, output_hidden_states=True) for each in (fast, model))
+    assert len(answer.hidden_states) == 2
+    torch.testing.assert_close(answer.hidden_states[1], expected.hidden_states[1], rtol=1e-3, atol=1e-4)
+
+
 # Nodes know the line they come from, though export does not read the whole stack for each of them.
 
 

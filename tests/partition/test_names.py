@@ -126,11 +126,13 @@ ROWS = {0: Dim("rows", min=1, max=8)}
 @pytest.mark.parametrize(
     ("shapes", "sentence"),
     [
-        ((ROWS, ROWS, ROWS), r"has 3 entries; the call has 2: parts, named \(what \*args takes is one entry"),
+        ((ROWS, ROWS, ROWS), r"has 3 entries; the call has 2: parts, last \(what \*args takes is one entry"),
         ({"parts": ROWS}, "parts holds 2 values, and dynamic_shapes gives it {0: "),
         ({"parts": (ROWS,)}, "parts holds 2 values, .*; give a tuple with an entry for each value"),
-        ({"last": ROWS}, r"names 'last', which forward takes by a \*\*parameter"),
-        ({"named": {"last": ROWS}}, r"names 'named', which forward takes by a \*\*parameter"),
+        (
+            {"named": {"last": ROWS}},
+            r"names 'named', which is not an argument of the call; they are parts, last",
+        ),
     ],
 )
 def test_dynamic_shapes_of_variadic_arguments_are_a_sentence(shapes: Any, sentence: str) -> None:
@@ -138,6 +140,13 @@ def test_dynamic_shapes_of_variadic_arguments_are_a_sentence(shapes: Any, senten
         intarsia.compile(Variadic(), (X, X), {"last": X}, dynamic_shapes=shapes)
     fast = intarsia.compile(Variadic(), (X, X), dynamic_shapes=((ROWS, ROWS),))
     torch.testing.assert_close(fast(X[:1], X[:1]), torch.relu(2 * X[:1]))
+
+
+def test_what_a_double_star_parameter_takes_has_sizes_by_its_own_name() -> None:
+    model, shapes = Variadic(), {"parts": (ROWS, ROWS), "last": ROWS}
+    fast = intarsia.compile(model, (X, X), {"last": X}, dynamic_shapes=shapes)
+    torch.testing.assert_close(fast(X[:1], X[:1], last=X[:1]), torch.relu(3 * X[:1]))
+    assert "forward" not in vars(model)
 
 
 class Branches(nn.Module):

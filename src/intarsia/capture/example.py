@@ -30,6 +30,15 @@ def bound_arguments(
         return None
 
 
+def named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """The arguments of a call by name: those that a **parameter takes have the names of the call."""
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        takes_rest = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        named |= value if takes_rest else {name: value}
+    return named
+
+
 def distinct_inputs(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

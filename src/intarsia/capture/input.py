@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from intarsia.capture.example import bound_arguments, distinct_inputs
+from intarsia.capture.example import bound_arguments, distinct_inputs, named_arguments
 from intarsia.errors import InputError, near_names, range_text
 
 Shape = tuple[int, ...]
@@ -152,6 +152,7 @@ def resolve_call(
     if not any(isinstance(value, Input) for value in (*args, *kwargs.values())):
         if isinstance(model, nn.Module):
             check_dynamic_shapes(model, args, kwargs, dynamic_shapes)
+            dynamic_shapes = _completed(model, args, kwargs, dynamic_shapes)
         return (*_example_call(model, args, kwargs), dynamic_shapes)
     if isinstance(model, ExportedProgram):
         raise InputError(
@@ -167,7 +168,7 @@ def resolve_call(
     count = len(args)
     by_name = dict(zip(kwargs, resolved.dynamic_shapes[count:], strict=True))
     bound = bound_arguments(model, resolved.dynamic_shapes[:count], by_name)
-    dims = None if bound is None else dict(bound.arguments)
+    dims = None if bound is None else named_arguments(bound)
     check_dynamic_shapes(model, *examples, dims)
     return (*examples, dims)
 
@@ -184,10 +185,10 @@ def check_dynamic_shapes(
     call = bound_arguments(model, args, kwargs)
     if call is None:
         return
-    bound = call.arguments
+    bound = named_arguments(call)
     named = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else {}
     for name in named:
-        if name not in bound and name not in kwargs:
+        if name not in bound:
             hint = near_names(name, bound) or f"; they are {', '.join(bound)}"
             raise InputError(f"dynamic_shapes names {name!r}, which is not an argument of the call{hint}")
     if not named and len(dynamic_shapes) > len(bound):
@@ -195,7 +196,15 @@ def check_dynamic_shapes(
         raise InputError(f"{what}: {', '.join(bound)} (what *args takes is one entry, a tuple)")
     pairs = named.items() if named else zip(bound, dynamic_shapes, strict=False)
     for name, dims in pairs:
-        _check_dims(name, kwargs[name] if name in kwargs else bound[name], dims)
+        _check_dims(name, bound[name], dims)
+
+
+def _completed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Any) -> Any:
+    """`dynamic_shapes` with an entry for every argument, as torch.export needs; the others do not vary."""
+    call = bound_arguments(model, args, kwargs) if isinstance(shapes, Mapping) else None
+    if call is None:
+        return shapes
+    return {name: shapes.get(name, _static(value)) for name, value in named_arguments(call).items()}
 
 
 def _check_dims(name: str, value: Any, dims: Any) -> None:

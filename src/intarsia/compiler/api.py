@@ -46,7 +46,7 @@ def compile(
         model: the model.
         args: an example of its arguments by position. Use an `Input` for a tensor whose size varies.
         kwargs: an example of its arguments by name.
-        dynamic_shapes: sizes that may vary, as for `torch.export.export`.
+        dynamic_shapes: sizes that may vary, as for `torch.export.export`. What is not named does not vary.
         engines: engines by name or as objects, in the order of preference. By default, all installed engines.
         partition: `Measured()`, the name of a strategy (`"greedy"`, `"dependency"`, `"hierarchical"`), or a
             function. With `Measured()`, plans are timed on this machine, and the fastest one is kept. This is

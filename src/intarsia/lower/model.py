@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.example import Call as Call
-from intarsia.capture.example import bound_arguments, copied_call
+from intarsia.capture.example import bound_arguments, copied_call, named_arguments
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import open_objects
@@ -178,10 +178,10 @@ def _ones(
         return []
     shapes: Any = dynamic_shapes
     if isinstance(shapes, dict):
-        shapes = [shapes.get(name) for name in bound.arguments]  # `*args` is one of them
+        shapes = [shapes.get(name) for name in named_arguments(bound)]  # `*args` is one of them
     ones: list[Place] = []
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    for value, dims in _pairs([*bound.arguments.values()], shapes):
+    for value, dims in _pairs([*named_arguments(bound).values()], shapes):
         index = next(index for index, leaf in enumerate(leaves) if leaf is value)
         axes = dims.items() if isinstance(dims, dict) else enumerate(dims)
         ones += [(index, axis) for axis, dim in axes if _varies(dim) and value.shape[axis] == 1]
