@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from intarsia.pipeline import (
     simulate,
 )
 from intarsia.pipeline.cost import Cost
+from intarsia.pipeline.schedules import slot_table
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "own_schedule.py"
 NAME = "LastInFirstOut"
@@ -103,6 +105,11 @@ def test_it_runs_from_the_command_line():
             "stage 0 on micro-batch 0 before a pass",
         ),
         ([Slot(1, Action.FORWARD, 0)], "runs 1F0 on rank 0; stage 1 is on rank 1"),
+        ([Slot(0, Action.FORWARD, 1)], "runs 0F1 on rank 0; there are 2 stages and 1 micro-batches"),
+        (
+            itertools.repeat(Slot(0, Action.FORWARD, 0)),
+            "forward pass of stage 0 on micro-batch 0 4 times",
+        ),
     ],
 )
 def test_a_wrong_order_is_refused(slots, sentence):
@@ -111,8 +118,9 @@ def test_a_wrong_order_is_refused(slots, sentence):
         yield from (Slot(s.stage + rank, s.action, s.microbatch) for s in slots)
 
     try:
-        with pytest.raises(PartitionError, match=sentence):
-            schedule("Wrong", 2, 1)
+        for checked in (schedule, slot_table):  # what runs, and what is planned
+            with pytest.raises(PartitionError, match=sentence):
+                checked("Wrong", 2, 1)
         with pytest.raises(PartitionError, match="schedule='Wrong' is defined already"):
             define_schedule("Wrong")(lambda *_: iter(()))
     finally:

@@ -49,6 +49,10 @@ def test_refusals():
         plan_pipeline(model, (x,), devices=2, microbatches=[5])
     with pytest.raises(PartitionError, match="no schedule of"):
         plan_pipeline(model, (x,), devices=2, microbatches=[1], schedules=["Interleaved1F1B"])
+    with pytest.raises(PartitionError, match="on 500 devices; the model can be cut into at most"):
+        plan_pipeline(model, (x,), devices=500, microbatches=[2])
+    with pytest.raises(PartitionError, match="devices=0 must be 1 or more"):
+        plan_pipeline(model, (x,), devices=0)
 
 
 def test_prediction_stands_beside_measurement():

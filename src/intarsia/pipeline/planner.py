@@ -149,6 +149,8 @@ def plan_pipeline(
             raise PartitionError("a plan needs devices=, their number, or cluster=, their description")
         if batch is not None or replicas is not None:
             raise PartitionError("batch= and replicas= need cluster=")
+        if devices < 1:
+            raise PartitionError(f"devices={devices} must be 1 or more")
         link = Link(bandwidth, latency)
         described = Cluster(devices, sys.maxsize, link, link, per_host=devices)
     captured = judged(model, trace(model, args, kwargs), args, kwargs)
@@ -252,7 +254,10 @@ def _on_devices(
     allowed = Allowed(least, most, schedules, counts, replicas=[1], ranks=cluster.devices)
     tried = every_candidate(Space(layers.line, cluster, batch, allowed, WEIGHT_COPIES, cut))
     if not tried:
-        raise PartitionError(f"no schedule of {list(schedules)} runs {counts} micro-batches here")
+        raise PartitionError(
+            f"no schedule of {list(schedules)} runs {counts} micro-batches on {cluster.devices} devices; the"
+            f" model can be cut into at most {len(layers.line)} stages"
+        )
     fitting = [c for c in tried if memory is None or c.memory <= memory]
     if not fitting:
         leanest = min(tried, key=lambda c: c.memory)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -293,8 +293,21 @@ class SlotTable:
         stages, actions, microbatches = np.concatenate(rows).T
         return SlotTable(begins, stages.copy(), actions.copy(), microbatches.copy(), count)
 
-    def check(self, name: str, microbatches: int) -> None:
-        """Raise PartitionError if a pass is missing, runs twice, or runs too early."""
+    def check(self, definition: Definition, microbatches: int) -> None:
+        """Raise PartitionError if a pass is missing, runs twice, too early, or on another rank."""
+        name, ranks = definition.name, len(self.begins) - 1
+        turns, homes = np.divmod(self.stages, ranks)
+        homes = np.where(definition.folded & (turns % 2 == 1), ranks - 1 - homes, homes)
+        here = np.repeat(np.arange(ranks), np.diff(self.begins))
+        known = (self.stages >= 0) & (self.stages < self.count)
+        known &= (self.microbatches >= 0) & (self.microbatches < microbatches)
+        strange = ~known | (homes != here)
+        if strange.any():
+            i = int(strange.argmax())
+            slot = Slot(int(self.stages[i]), Action(int(self.actions[i])), int(self.microbatches[i]))
+            why = f"there are {self.count} stages and {microbatches} micro-batches"
+            why = f"stage {slot.stage} is on rank {homes[i]}" if known[i] else why
+            raise PartitionError(f"{name} runs {slot} on rank {here[i]}; {why}")
         keys, places = self.stages * microbatches + self.microbatches, np.arange(len(self.stages))
         when = np.full((3, self.count * microbatches), -1)
         for row, actions in enumerate(((FORWARD,), (BACKWARD, INPUT), (WEIGHT, BACKWARD))):
@@ -339,16 +352,17 @@ def schedule(name: str, ranks: int, microbatches: int, per_rank: int | None = No
     rank 1: 1F0 1B0 1F1 1B1
     """
     definition, each = _checked(name, ranks, microbatches, per_rank)
-    assert definition.order is not None
-    steps = tuple(tuple(definition.order(r, ranks, microbatches, each)) for r in range(ranks))
-    for rank, slots in enumerate(steps):
-        wrong = next((s for s in slots if rank_of(s.stage, ranks, definition.folded) != rank), None)
-        if wrong is not None:
-            home = rank_of(wrong.stage, ranks, definition.folded)
-            raise PartitionError(f"{name} runs {wrong} on rank {rank}; stage {wrong.stage} is on rank {home}")
+    steps = tuple(map(tuple, _orders(definition, ranks, microbatches, each)))
     plan = Schedule(name, ranks * each, microbatches, steps)
-    plan.table.check(name, microbatches)
+    plan.table.check(definition, microbatches)
     return plan
+
+
+def _orders(definition: Definition, ranks: int, microbatches: int, per_rank: int) -> Iterator[Iterator[Slot]]:
+    """The slots of each rank. An order without an end is cut off where a pass must have been repeated."""
+    assert definition.order is not None
+    for rank in range(ranks):
+        yield islice(definition.order(rank, ranks, microbatches, per_rank), 3 * per_rank * microbatches + 1)
 
 
 def slot_table(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> SlotTable:
@@ -359,10 +373,8 @@ def slot_table(name: str, ranks: int, microbatches: int, per_rank: int | None = 
 
 @lru_cache(maxsize=8)  # a table for 1,000 ranks and 1,000 micro-batches takes 40 MB
 def _slot_table(definition: Definition, ranks: int, microbatches: int, per_rank: int) -> SlotTable:
-    assert definition.order is not None
-    slots = (definition.order(r, ranks, microbatches, per_rank) for r in range(ranks))
-    table = SlotTable.of(slots, ranks * per_rank)
-    table.check(definition.name, microbatches)
+    table = SlotTable.of(_orders(definition, ranks, microbatches, per_rank), ranks * per_rank)
+    table.check(definition, microbatches)
     return table
 
 
