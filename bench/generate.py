@@ -256,7 +256,7 @@ def onnxruntime_genai(told: argparse.Namespace, exact: bool = False) -> Generate
     kind = f"int{told.bits}" if told.bits else {"float32": "fp32", "bfloat16": "bf16"}[told.dtype]
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", kind, "-e", "cpu"]
     if told.bits == 4:  # by itself it rounds activations to 8 bits before products
-        builder += ["--extra_options", "int4_block_size=128", f"int4_accuracy_level={1 if exact else 4}"]
+        builder += ["--extra_options", "block_size=128", f"accuracy_level={1 if exact else 4}"]
     name = "onnxruntime-exact" if exact else "onnxruntime"
     folder = built(told, name, lambda saved, folder: [*builder, "-i", saved, "-o", folder])
     config, ids = genai.Config(folder), prompt(told).to(torch.int32).numpy()
