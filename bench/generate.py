@@ -8,16 +8,18 @@
                              [--turns] [--bits 4|8 | --torchao int4|int8|float8|float8-dynamic]
 
 A Llama-like decoder with random weights. "prompt" is generation of one token; "tokens" what each
-further token adds, each the best of some rounds; "at its median" what a round in the middle gave. On a GPU
-"kernels" are those of a further token. Every peer
-runs in a process of its own, which `--limit` ends, so its memory is its own: weights of the model included
+further token adds, each the best of some rounds; "at its median" what a round in the middle gave. "CPU" is
+the time of all threads of the process, which other programs on the machine disturb less. On a GPU "kernels"
+are those of a further token. All peers have as many threads as torch (OMP_NUM_THREADS). Every peer runs in a
+process of its own, which `--limit` ends, so its memory is its own: weights of the model included
 where it needs the model. One peer comes after the other, or, with `--turns`, a round of each after the other:
 on a machine whose speed varies only that compares them. On a GPU all of these compile at once. With
 `--results` what was measured is kept, and a run that was stopped goes on with the peers that are missing.
 
 With `--bits` all linear layers are quantized, in 4 bits by groups of 128 inputs or in 8 bits by output.
 "intarsia" loads the packed weights; "eager", "torch.compile" and "intarsia-dense" compute with the float
-weights that these stand for; the builders of the others quantize those anew, to as many bits.
+weights that these stand for; the builders of the others quantize those anew, to as many bits. OpenVINO GenAI
+and onnxruntime-genai round activations to 8 bits, except the peers that end in "-exact".
 
 With `--torchao` its `quantize_` replaces the weights of all linear layers, in groups of 128 inputs (int4) or
 by output, and every peer runs that model. `float8-dynamic` rounds activations to float8 by row, too. On a GPU
@@ -236,8 +238,11 @@ def ours(told: argparse.Namespace, precision: str | None = None, dense: bool = F
     model, ids = packed(told) if told.bits and not dense else decoder(told), prompt(told)
     options: dict[str, Any] = {"engines": told.engines} if told.engines else {}
     if precision is not None:
-        options |= {"precision": precision, "tolerance": told.tolerance, "examples": [ids]}
-        options["partition"] = intarsia.Measured(budget_s=told.budget)
+        options |= {"tolerance": told.tolerance, "examples": [ids]}
+        if told.engines:
+            options["engines"] = [f"{engine}-{precision}" for engine in told.engines]
+        else:
+            options |= {"precision": precision, "partition": intarsia.Measured(budget_s=told.budget)}
     begin = time.perf_counter()
     made = intarsia.compile_generation(
         model, max_length=room(told), batch=told.rows, padding=False, **options
@@ -246,13 +251,18 @@ def ours(told: argparse.Namespace, precision: str | None = None, dense: bool = F
     return partial(generated, model, ids, choice=told.choice)
 
 
-def onnxruntime_genai(told: argparse.Namespace) -> Generate:
+def onnxruntime_genai(told: argparse.Namespace, exact: bool = False) -> Generate:
     genai = installed("onnxruntime-genai")
     kind = f"int{told.bits}" if told.bits else {"float32": "fp32", "bfloat16": "bf16"}[told.dtype]
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", kind, "-e", "cpu"]
-    builder += ["--extra_options", "int4_block_size=128"] if told.bits == 4 else []
-    folder = built(told, "onnxruntime", lambda saved, folder: [*builder, "-i", saved, "-o", folder])
-    model, ids = genai.Model(folder), prompt(told).to(torch.int32).numpy()
+    if told.bits == 4:  # by itself it rounds activations to 8 bits before products
+        builder += ["--extra_options", "block_size=128", f"accuracy_level={1 if exact else 4}"]
+    name = "onnxruntime-exact" if exact else "onnxruntime"
+    folder = built(told, name, lambda saved, folder: [*builder, "-i", saved, "-o", folder])
+    config, ids = genai.Config(folder), prompt(told).to(torch.int32).numpy()
+    threads = {"intra_op_num_threads": torch.get_num_threads()}
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": threads}}}))
+    model = genai.Model(config)
 
     def run(tokens: int) -> list[int]:
         asked = genai.GeneratorParams(model)
@@ -266,7 +276,7 @@ def onnxruntime_genai(told: argparse.Namespace) -> Generate:
     return run
 
 
-def openvino_genai(told: argparse.Namespace) -> Generate:
+def openvino_genai(told: argparse.Namespace, exact: bool = False) -> Generate:
     import openvino
 
     from intarsia.cache.machine import is_arm
@@ -279,12 +289,15 @@ def openvino_genai(told: argparse.Namespace) -> Generate:
     folder = built(told, "openvino", lambda saved, folder: [*builder, "-m", saved, folder])
     # As exact as the model: by itself it computes in bf16 where a processor can, and caches 8 bits.
     short = {"float32": "f32", "bfloat16": "bf16"}[told.dtype]
-    exact: dict[str, Any] = {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
+    settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
+    settings |= {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    # By itself it rounds activations to 8 bits before products with weights in few bits.
+    settings |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if exact else {}
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False  # the same prompt is to be read again each time
     # On ARM it refuses a scheduler, and remembers no prompts without.
-    exact |= {"ATTENTION_BACKEND": "SDPA"} if is_arm() else {"scheduler_config": scheduler}
-    pipe, ids = genai.LLMPipeline(folder, "CPU", **exact), openvino.Tensor(prompt(told).numpy())
+    settings |= {"ATTENTION_BACKEND": "SDPA"} if is_arm() else {"scheduler_config": scheduler}
+    pipe, ids = genai.LLMPipeline(folder, "CPU", **settings), openvino.Tensor(prompt(told).numpy())
 
     def run(tokens: int) -> list[int]:
         asked = genai.GenerationConfig()
@@ -298,7 +311,9 @@ PEERS: dict[str, Callable[[argparse.Namespace], Generate]] = {
     "eager": eager,
     "torch.compile": torch_compile,
     "openvino-genai": openvino_genai,
+    "openvino-genai-exact": partial(openvino_genai, exact=True),
     "onnxruntime-genai": onnxruntime_genai,
+    "onnxruntime-genai-exact": partial(onnxruntime_genai, exact=True),
     "intarsia": ours,
     "intarsia-dense": partial(ours, dense=True),
     "intarsia-int8": partial(ours, precision="int8-weights"),
@@ -393,12 +408,17 @@ def serve(name: str, told: argparse.Namespace) -> None:
     if told.device != "cpu":
         answer["kernels"] = kernels(run, told, name)
     print(json.dumps(answer), flush=True)
+    cpu_s: list[float] = []
     for _ in sys.stdin:
-        times = seconds(run, 1, told.device), seconds(run, told.tokens + 1, told.device)
+        begin = time.process_time()
+        one = seconds(run, 1, told.device)
+        middle = time.process_time()
+        times = one, seconds(run, told.tokens + 1, told.device)
+        cpu_s.append((time.process_time() - middle - (middle - begin)) / told.tokens)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         if told.device != "cpu":
             peak = torch.cuda.max_memory_allocated() / 2**20
-        print(json.dumps({"round": times, "peak_mib": peak}), flush=True)
+        print(json.dumps({"round": times, "cpu_ms": min(cpu_s) * 1e3, "peak_mib": peak}), flush=True)
 
 
 class Peer:
@@ -488,14 +508,14 @@ def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
     bits = f", weights in {told.bits} bits" if told.bits else ""
     bits += f", {told.torchao} of torchao" if told.torchao else ""
     made = Table(title=f"Llama-like, {told.size}, {told.dtype}{bits}, {told.device}, {asked}")
-    columns = ("peer", "prompt, tokens/s", "further tokens/s", "at its median", "ms a token", "kernels")
-    columns += ("peak MiB", "equal tokens")
+    columns = ("peer", "prompt, tokens/s", "further tokens/s", "at its median", "ms a token")
+    columns += ("CPU ms a token", "kernels", "peak MiB", "equal tokens")
     for column in columns:
         made.add_column(column, justify="left" if column == "peer" else "right")
     expected = found.get("eager", {}).get("tokens")
     for name, row in found.items():
         if "reason" in row:
-            made.add_row(name, *"-" * 7)
+            made.add_row(name, *"-" * (len(columns) - 1))
             continue
         first = min(one for one, _ in row["rounds"])
         further = [all_ - one for one, all_ in row["rounds"]]
@@ -506,6 +526,7 @@ def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
         figures = (f"{told.rows * told.prompt / first:.0f}", f"{best:.1f}", f"{middle:.1f}")
         figures += (
             f"{min(further) / told.tokens * 1e3:.3f}",
+            f"{row['cpu_ms']:.3f}" if "cpu_ms" in row else "-",
             f"{row['kernels']:.0f}" if "kernels" in row else "-",
         )
         made.add_row(name, *figures, f"{row['peak_mib']:.0f}", same)

@@ -173,16 +173,17 @@ _EVERY_S = 0.25  # ONNX Runtime packs about 25 MiB of weights in 4 bits in this 
 
 @contextmanager
 def releasing_memory(model: nn.Module) -> Iterator[None]:
-    """A block during which the memory of weights in a file is given back, time and again.
+    """A block during which freed memory and that of weights in a file is given back, time and again.
 
-    While an engine builds a program, it reads each weight once and makes its own copy. Otherwise both are in
-    memory at the end of a build.
+    While an engine builds a program, it reads each weight once and makes its own copy, ONNX Runtime by way of
+    another. Otherwise all are in memory at the end. For 0.3 GB of weights, each time takes about 10 ms.
     """
     tensors = large_weights(model)
     done = threading.Event()
 
     def release() -> None:
         while not done.wait(_EVERY_S):
+            release_freed()
             release_mapped(tensors)
 
     thread = threading.Thread(target=release, name="intarsia: memory of weights", daemon=True)
