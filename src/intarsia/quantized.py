@@ -156,6 +156,11 @@ EMBEDDING = torch.ops.intarsia.quantized_embedding.default
 INTEGER_LINEAR = torch.ops.intarsia.integer_linear.default
 
 
+def has_packed_weights(module: fx.GraphModule) -> bool:
+    """Whether a graph multiplies by weights in few bits, or looks them up."""
+    return any(node.target in (LINEAR, EMBEDDING) for node in module.graph.nodes)
+
+
 def is_integer_product(node: fx.Node) -> bool:
     """Whether a node multiplies activations in 8 bits."""
     return node.target is INTEGER_LINEAR

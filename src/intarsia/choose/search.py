@@ -28,7 +28,7 @@ from intarsia.engines import Engine
 from intarsia.engines.building import OutOfTime
 from intarsia.errors import IntarsiaError, first_line
 from intarsia.partition import PYTORCH
-from intarsia.quantized import EMBEDDING, LINEAR
+from intarsia.quantized import has_packed_weights
 from intarsia.runtime.weights import large_weights, release_memory
 
 SLOW_BUILD_S = 60.0  # the time that an engine which is slow to build may take
@@ -65,8 +65,8 @@ class Search:
         self.plans = Standings(self.measured, self.sample, self.progress)
         # Weights in few bits save memory, and every program has a copy of them.
         module = self.workshop.builder.module
-        is_short = any(node.target in (LINEAR, EMBEDDING) for node in module.graph.nodes)
-        self._holds_one = is_short and self.tolerance is None and bool(large_weights(module))
+        is_exact = self.tolerance is None
+        self._holds_one = is_exact and has_packed_weights(module) and bool(large_weights(module))
 
     def run(self) -> tuple[Built, Findings]:
         """The fastest plan that was built, verified and measured, and the findings."""

@@ -17,12 +17,13 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import DifferenceWarning, InputError, StaleWeightsError, warn
 from intarsia.memory import release_freed, release_mapped
 from intarsia.plain_tensors import plain_tensors
+from intarsia.quantized import has_packed_weights
 from intarsia.runtime.freshness import Change, Freshness, Kind, Weight, weights_of
 from intarsia.runtime.ownership import storages_of
 
@@ -172,13 +173,13 @@ _EVERY_S = 0.25  # ONNX Runtime packs about 25 MiB of weights in 4 bits in this 
 
 
 @contextmanager
-def releasing_memory(model: nn.Module) -> Iterator[None]:
-    """A block during which freed memory and that of weights in a file is given back, time and again.
+def releasing_memory(module: fx.GraphModule) -> Iterator[None]:
+    """A block during which freed memory and that of weights in few bits in a file is given back regularly.
 
     While an engine builds a program, it reads each weight once and makes its own copy, ONNX Runtime by way of
     another. Otherwise all are in memory at the end. For 0.3 GB of weights, each time takes about 10 ms.
     """
-    tensors = large_weights(model)
+    tensors = large_weights(module) if has_packed_weights(module) else []
     done = threading.Event()
 
     def release() -> None:
