@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.generation.families import tiny
-from transformers import TextStreamer
+from transformers import StaticCache, TextStreamer
 
 import intarsia
 from intarsia.generation import Generation
@@ -19,10 +19,8 @@ from intarsia.generation.loop import LoopedGenerate
 def made(request: pytest.FixtureRequest) -> Iterator[Generation]:
     """On a CPU a step is run, not replayed; all else is what a GPU does."""
     with intarsia.compile_generation(
-        tiny(request.param), max_length=40, batch=(1, 3), engines="pytorch"
+        tiny(request.param), max_length=40, batch=(1, 3), engines="onnxruntime"
     ) as made:
-        made.forward.loop = LoopedGenerate(made.forward)
-        made.forward.put()
         yield made
 
 
@@ -104,6 +102,27 @@ def test_what_is_not_known_is_left_to_transformers(made: Generation, asked: dict
     assert torch.equal(found, expected)
 
 
+def test_steps_of_a_call_in_inference_mode_serve_later_calls(made: Generation) -> None:
+    ids = torch.tensor([[5, 9, 7]])
+    asked = {"max_new_tokens": 6, "do_sample": True, "top_k": 9}  # no other test's steps
+    answers = []
+    for inference in (True, False, True):
+        torch.manual_seed(0)
+        with torch.inference_mode(inference):
+            answers.append(made.model.generate(ids, **asked))
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in PyTorch for this call")
+def test_a_static_cache_is_left_to_transformers(made: Generation) -> None:
+    ids = torch.tensor([[5, 9, 7]])
+    before = made.forward.runs["own"]
+    cache = StaticCache(config=made.model.config, max_cache_len=40)
+    tokens = made.model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert made.forward.runs["own"] == before + 6
+    assert torch.equal(tokens, made.model.generate(ids, max_new_tokens=6, do_sample=False))
+
+
 def _train(made: Generation) -> None:
     made.model.train()
 
@@ -118,8 +137,6 @@ def _write(made: Generation) -> None:
 def test_tokens_of_a_model_that_was_changed_are_its_own(change: Callable[[Generation], None] | None) -> None:
     """All of them: if the model's own forward computes the first token, programs compute no others."""
     with intarsia.compile_generation(tiny("llama"), max_length=40, engines="pytorch") as made:
-        made.forward.loop = LoopedGenerate(made.forward)
-        made.forward.put()
         ids = torch.tensor([[5, 9, 7]])
         before = made.forward.runs["token"]
         if change is not None:
@@ -131,8 +148,6 @@ def test_tokens_of_a_model_that_was_changed_are_its_own(change: Callable[[Genera
 
 def test_restored_the_model_has_its_own_generate() -> None:
     model = tiny("llama")
-    with intarsia.compile_generation(model, max_length=16, engines="pytorch") as made:
-        made.forward.loop = LoopedGenerate(made.forward)
-        made.forward.put()
+    with intarsia.compile_generation(model, max_length=16, engines="pytorch"):
         assert "generate" in vars(model)
     assert "generate" not in vars(model)

@@ -137,7 +137,7 @@ class GeneratingForward(PlacedForward):
         self.max_length: int = max_length
         self.room: int = anatomy.room(max_length)
         self.encoder: EncoderForward | None = encoder
-        self.loop: Callable[..., Any] | None = None  # replaces `generate` if a CUDA graph can compute tokens
+        self.loop: Callable[..., Any] | None = None  # replaces `generate` if steps can be taken
         self.tolerance: float | None = None  # with which its programs were compiled
         self.programs: list[CompiledModel] = [
             program

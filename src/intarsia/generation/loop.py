@@ -1,11 +1,11 @@
-"""`generate` without Python between tokens: choosing a token is part of the CUDA graph that computes it.
+"""`generate` in steps: one step computes a token and chooses it, and on a GPU one CUDA graph is a step.
 
     host     load state ──▶ launch ─▶ launch ─▶ launch ─▶ ...   (checks now and then whether all have ended)
     GPU                      token     token     token
 
 A step reads a token, computes its logits, applies transformers' own processors to them, chooses the next
 token, and writes all of it where the next step reads it: keys and values into the cache, the token into the
-sequence.
+sequence. On a CPU, this saves what transformers' loop does between two tokens, about 1.4 ms (5.22).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from intarsia.engines.triton_kernels.operators import has_triton
+from intarsia.errors import InputError
 from intarsia.generation.forward import GeneratingForward
 from intarsia.generation.storage import append_to, stack_of
 from intarsia.runtime.compiled import Compiled
@@ -167,7 +168,7 @@ class Step:
 
 
 class LoopedGenerate:
-    """A model's `generate`, with CUDA graphs for greedy search and sampling.
+    """A model's `generate`, in steps for greedy search and sampling.
 
     transformers computes the prompt and the first token. It also computes everything else: beams, streamers,
     assistants, the user's own processors and criteria, scores and states in the output, other caches.
@@ -224,7 +225,9 @@ class LoopedGenerate:
             name for name, value in model_kwargs.items() if name not in _MODEL_ARGUMENTS and value is not None
         ]
         # The first token would be the model's own, such as in training, and all others the programs'.
-        if choice is None or not fits or cache is None or others or not self.forward.uses_programs():
+        if choice is None or not fits or others or not self.forward.uses_programs():
+            return own(input_ids, stopping_criteria)
+        if not self._takes(cache, rows):
             return own(input_ids, stopping_criteria)
         if not self._lock.acquire(blocking=False):  # another thread uses the graph's memory
             return own(input_ids, stopping_criteria)
@@ -234,8 +237,16 @@ class LoopedGenerate:
         finally:
             self._lock.release()
 
+    def _takes(self, cache: Any, rows: int) -> bool:
+        """Whether steps can use a cache; the forward says in a warning why it does not take it."""
+        try:
+            self.forward.layers_of(cache, rows)
+        except InputError:
+            return False
+        return True
+
     def _choice(self, mode: Any, processors: Any, criteria: Any, config: Any) -> Choice | None:
-        """How tokens are chosen; None if a CUDA graph cannot do so."""
+        """How tokens are chosen; None if a step cannot do so."""
         kinds = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
         if mode.value not in _MODES or any(type(one) not in PROCESSORS for one in processors):
             return None
@@ -306,7 +317,8 @@ class LoopedGenerate:
 
     def _step(self, rows: int, choice: Choice) -> Step:
         key = rows, choice.key
-        step = self._steps.pop(key, None) or Step(self.forward, rows, choice)
+        with torch.inference_mode(False), torch.no_grad():  # later calls write to its tensors in any mode
+            step = self._steps.pop(key, None) or Step(self.forward, rows, choice)
         self._steps[key] = step
         while len(self._steps) > _MOST_STEPS:
             self._steps.pop(next(iter(self._steps)))
@@ -319,17 +331,20 @@ def _stop_at(length: int) -> Any:
 
 
 def place(forward: GeneratingForward) -> None:
-    """Put the compiled forward into its model and, if a CUDA graph can compute tokens, a `generate`."""
+    """Put the compiled forward into its model and, if a step can choose tokens, a `generate`."""
     if can_loop(forward):
         forward.loop = LoopedGenerate(forward)
     forward.put()
 
 
 def can_loop(forward: GeneratingForward) -> bool:
-    """Whether a CUDA graph can contain a step: equal layers, a boolean mask, a recorded program."""
+    """Whether steps can be taken: equal layers, a boolean mask, and programs, which a GPU has recorded."""
     anatomy = forward.anatomy
     plain = anatomy.source is None and anatomy.alike and not anatomy.slides and anatomy.positioned
     if not plain or anatomy.mask_dtype != torch.bool:
         return False
     programs = [each.token for each in forward.by_rows.values()]
-    return all(isinstance(one, Compiled) and isinstance(one.run, CudaGraphs) for one in programs)
+    on_gpu = anatomy.device.type != "cpu"
+    return all(
+        isinstance(one, Compiled) and (isinstance(one.run, CudaGraphs) or not on_gpu) for one in programs
+    )
