@@ -41,11 +41,11 @@ def constant(value: Operand, dtype: DTypeLike | None = None, *, name: str | None
         return net.add_constant(TorchTensor(value.contiguous()), name)
     if dtype is None and isinstance(value, bool | int | float):
         dtype = dtypes.to_onnx(torch.tensor(value).dtype)
-    array = np.asarray(value)
+    array = np.asarray(value, order="C")
     if dtype is not None:
         array = array.astype(dtypes.to_numpy(as_dtype(dtype)))
         return net.add_constant(ir.Tensor(array, dtype=as_dtype(dtype)), name)
-    return net.add_constant(ir.Tensor(np.ascontiguousarray(array)), name)
+    return net.add_constant(ir.Tensor(array), name)
 
 
 _NO_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
