@@ -79,7 +79,7 @@ class Judge:
         flat = pytree.tree_leaves((args, kwargs))
         with undisturbed(self.model) as value_of:
             began = time.perf_counter()
-            results = (function or self._run)(*args, **kwargs)
+            results = (self._run if function is None else function)(*args, **kwargs)
             seconds = time.perf_counter() - began
             leaves, structure = pytree.tree_flatten(open_objects(results))
             # A result may share memory with a buffer, which is restored.
