@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import fx
 
 from intarsia.memory import release_mapped
+from intarsia.quantized import LINEAR
 from intarsia.runtime.weights import releasing_memory
 
 pytestmark = pytest.mark.skipif(
@@ -68,9 +69,10 @@ def test_weights_that_an_engine_reads_while_it_builds_are_released_again(
     weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("intarsia.runtime.weights._LARGE", 1)
-    model = nn.Module()
-    model.read = weights["read"]
-    with releasing_memory(model):
+    graph = fx.Graph()
+    x, packed = graph.placeholder("x"), graph.get_attr("read")
+    graph.output(graph.call_function(LINEAR, (x, packed, packed, None, None, 4)))
+    with releasing_memory(fx.GraphModule({"read": weights["read"]}, graph)):
         weights["read"].sum()
         wait_until(lambda: pages_in_memory(weights["read"]) < 4)
     weights["read"].sum()

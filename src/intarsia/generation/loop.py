@@ -285,7 +285,8 @@ class LoopedGenerate:
             state["goes_on"].copy_(state["unfinished"].any())
             state["steps"].zero_()
             step.memory.copy_(stack_of(layers))
-            self._run(step, steps, bool(choice.ends))
+            with forward.answering():
+                self._run(step, steps, bool(choice.ends))
         taken = int(state["steps"]) if steps > 0 and choice.ends else max(steps, 0)
         if taken:
             append_to(layers, step.memory[..., past : past + taken, :])

@@ -11,7 +11,8 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from types import MethodType
@@ -233,15 +234,22 @@ class PlacedForward(Replacement):
         if getattr(self._here, "answers", False) or torch.compiler.is_compiling():
             return self.own(*args, **kwargs)
         if self.uses_programs(args, kwargs):
-            self._here.answers = True
             try:
-                return self.answer(args, kwargs)
+                with self.answering():
+                    return self.answer(args, kwargs)
             except (InputError, StaleWeightsError) as error:  # nothing has been written
                 self._refuse(error)
-            finally:
-                self._here.answers = False
         self.runs["own"] += 1
         return self.own(*args, **kwargs)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While this holds, calls of the module are its own forward's: a program may be the module itself."""
+        self._here.answers = True
+        try:
+            yield
+        finally:
+            self._here.answers = False
 
     def uses_programs(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
         """Whether programs may answer now: the mode allows it, and the module has not changed."""
