@@ -5,7 +5,8 @@
 
 A step reads a token, computes its logits, applies transformers' own processors to them, chooses the next
 token, and writes all of it where the next step reads it: keys and values into the cache, the token into the
-sequence. On a CPU, this saves what transformers' loop does between two tokens, about 1.4 ms (5.22).
+sequence. On a CPU, this saves what transformers' loop does between two tokens (5.22): 1.1 to
+1.3 ms on an x86 processor.
 """
 
 from __future__ import annotations
