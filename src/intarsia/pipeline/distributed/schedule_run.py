@@ -231,7 +231,10 @@ class _GuardedStage(PipelineStage):
         """The backward pass of a micro-batch, or of its inputs alone."""
         if not self.has_backward:
             return
-        inputs = self.fwd_cache[bwd_chunk_id][1]
+        # What torch keeps of a forward pass: a tuple until torch 2.13, a record of another name in 2.15.
+        states = vars(self)["fwd_cache" if "fwd_cache" in vars(self) else "_forward_chunk_states"]
+        state = states[bwd_chunk_id]
+        inputs = state[1] if isinstance(state, tuple) else state.input_values
         failure = self.submod.run.failure
         if failure.error is None:
             try:
@@ -239,7 +242,7 @@ class _GuardedStage(PipelineStage):
                 return
             except Exception as error:
                 failure.note(error, f"the backward pass of stage {self.stage_index}")
-        self.fwd_cache.pop(bwd_chunk_id, None)
+        states.pop(bwd_chunk_id, None)
         zeros = [torch.zeros_like(x) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
         self.bwd_cache[bwd_chunk_id] = tuple(zeros)
         self.dw_runner[bwd_chunk_id] = _nothing_left()
