@@ -83,13 +83,15 @@ class FLayerInfo:
     def _now(self) -> dict[Tensor, Tensor] | None:
         """The current tensor for each that the layers read; None if one became two, or they read others."""
         now: dict[Tensor, Tensor] = {}
-        given = {*tensors_in(self._arguments)}
+        arguments = {*tensors_in(self._arguments)}
         for node, before in self._reads:
             for old, new in zip(before, node.inputs, strict=False):  # a removed layer reads nothing
                 if old is None or new is None:
                     continue
                 was, known = Tensor.of(old), Tensor.of(new)
-                if now.setdefault(was, known) != known or (was not in given and self._follow(was) != known):
+                if now.setdefault(was, known) != known or (
+                    was not in arguments and self._follow(was) != known
+                ):
                     return None
         return now
 

@@ -93,8 +93,8 @@ class _Recorder(fx.Interpreter):
         if body is None:
             value = super().run_node(n)
         else:
-            given = [self.env[a] if isinstance(a, fx.Node) else a for a in _given(n)]
-            value = _Recorder(body, body.graph, self.values).run(*given)
+            values = [self.env[a] if isinstance(a, fx.Node) else a for a in _operands(n)]
+            value = _Recorder(body, body.graph, self.values).run(*values)
         self.values[n] = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), value)
         return value
 
@@ -127,7 +127,9 @@ class _Walk:
                 self.placed[node] = self._placement(node)
             else:
                 holders = body.graph.find_nodes(op="placeholder")
-                self.follow(body.graph, dict(zip(holders, map(self._placed, _given(node)), strict=True)).get)
+                self.follow(
+                    body.graph, dict(zip(holders, map(self._placed, _operands(node)), strict=True)).get
+                )
                 results: Any = body.graph.output_node().args[0]
                 several = isinstance(results, tuple | list)
                 self.placed[node] = tuple(map(self._placed, results)) if several else self._placed(results)
@@ -138,7 +140,7 @@ class _Walk:
         return self.placed[value] if isinstance(value, fx.Node) else None
 
     def _placement(self, node: fx.Node) -> Any:
-        reads = [self.placed[given] for given in node.all_input_nodes]
+        reads = [self.placed[source] for source in node.all_input_nodes]
         summary = next((where for where in reads if isinstance(where, Summary)), None)
         if summary is not None:
             if not any(isinstance(where, Rows | Numbers) for where in flat(reads)):
@@ -183,7 +185,7 @@ class _Walk:
         )
 
 
-def _given(node: fx.Node) -> list[Any]:
+def _operands(node: fx.Node) -> list[Any]:
     """The arguments of a region, after its body."""
     after = 1 + next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
     return list(node.args[after:])
